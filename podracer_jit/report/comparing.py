@@ -10,7 +10,7 @@ import numpy as np
 
 from podracer_jit import task_sets
 from podracer_jit.options import shorten, shown
-from podracer_jit.report import statistics
+from podracer_jit.report import reading, statistics
 from podracer_jit.report.reading import FREE, SEED, TASK, Run
 
 RETURN = 'episode_return'
@@ -258,23 +258,32 @@ def identical(runs: Sequence[Run]) -> list[tuple[list[str], int, bool]]:
     For each set: the names of its runs, the updates that all of them have, and whether they have
     equally many.
   """
-  sets: list[list[Run]] = []
+  # All receipts are read only of runs with the same first one.
+  by_first: dict[tuple[str, str], list[Run]] = {}
   for run in runs:
-    if not len(run.receipts.chain):
-      continue
-    for others in sets:
-      if _equal(run.receipts.chain, others[0].receipts.chain):
-        others.append(run)
-        break
-    else:
-      sets.append([run])
-  return [([run.name for run in some], min(lengths := [len(run.receipts.chain) for run in some]),
-           len(set(lengths)) == 1) for some in sets if len(some) > 1]
+    for receipt in run.receipts.by_update.values():
+      by_first.setdefault((receipt['batch'], receipt['params']), []).append(run)
+  results = []
+  for candidates in by_first.values():
+    sets: list[list[tuple[Run, dict[int, tuple[str, str]]]]] = []
+    for run in candidates if len(candidates) > 1 else ():
+      receipts = reading.fingerprints(run)
+      if not receipts:
+        continue
+      fitting = next((some for some in sets if _equal(receipts, some[0][1])), None)
+      if fitting is None:
+        sets.append([(run, receipts)])
+      else:
+        fitting.append((run, receipts))
+    for some in sets:
+      lengths = {len(receipts) for _, receipts in some}
+      if len(some) > 1:
+        results.append(([run.name for run, _ in some], min(lengths), len(lengths) == 1))
+  return results
 
 
-def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-  last = min(len(a), len(b)) - 1
-  return bool(a[last] == b[last])
+def _equal(a: Mapping[int, Any], b: Mapping[int, Any]) -> bool:
+  return all(a[update] == b[update] for update in a.keys() & b.keys())
 
 
 def best(comparison: Comparison) -> Iterator[Run]:

@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 from podracer_jit import metrics, task_sets
 from podracer_jit.options import shorten, shown
-from podracer_jit.report import comparing, figures, film, findings, statistics
+from podracer_jit.report import comparing, figures, film, findings, reading, statistics
 from podracer_jit.report.comparing import AXES, Comparison, points
 from podracer_jit.report.figures import Line
 from podracer_jit.report.reading import Run
@@ -142,10 +142,11 @@ def write(report: Report, folder: Path) -> None:
     OSError: a file cannot be written.
   """
   files.make_folder(folder / FIGURES)
+  # Not by `files.write`, which waits until a file is on the disk: there may be hundreds.
   for name, text in report.pictures.items():
-    files.write(folder / FIGURES / name, text)
+    (folder / FIGURES / name).write_text(text, encoding='utf-8')
   for name, text in report.tables.items():
-    files.write(folder / name, text)
+    (folder / name).write_text(text, encoding='utf-8')
   files.write(folder / INDEX, report.html)
 
 
@@ -160,7 +161,7 @@ def _version() -> str:
 def _render(content: Mapping[str, Any]) -> str:
   environment = jinja2.Environment(autoescape=True, trim_blocks=False,
                                    undefined=jinja2.ChainableUndefined)
-  return environment.from_string(_TEMPLATE.read_text()).render(content)
+  return environment.from_string(_TEMPLATE.read_text(encoding='utf-8')).render(content)
 
 
 def _small_enough(content: dict[str, Any]) -> str:
@@ -269,15 +270,15 @@ def _headline(comparison: Comparison) -> list[str]:
     for group in comparison.groups:
       estimate = statistics.mean_interval(comparison.returns[group.name][task])
       seeds = len(comparison.returns[group.name][task])
-      interval = f', {_range(estimate)}' if estimate.known else ''
+      interval = f' (95%: {_range(estimate)})' if estimate.known else ''
       lines.append(f'{group.name}: mean return {_value(estimate.value)}{interval} after '
                    f'{comparison.scales[task].steps:,} steps of {task} '
-                   f'({_count(seeds, "seed")}).')
+                   f'with {_count(seeds, "seed")}.')
   elif tasks:
     for group in comparison.groups:
       estimate = statistics.interval(statistics.interquartile_mean,
                                      comparison.scores(group.name, tasks))
-      interval = f', {_range(estimate)}' if estimate.known else ''
+      interval = f' (95%: {_range(estimate)})' if estimate.known else ''
       lines.append(f'{group.name}: IQM of normalised scores {_value(estimate.value)}{interval} '
                    f'over {len(tasks)} tasks.')
   return lines[:6]
@@ -391,7 +392,8 @@ def _scores(comparison: Comparison, pictures: _Pictures) -> dict[str, Any] | Non
     return None
   scores = {group.name: comparison.scores(group.name, tasks) for group in groups}
   estimates = {name: {of.name: statistics.interval(statistic, scores[of.name]) for of in groups}
-               for name, statistic in statistics.AGGREGATES.items()}
+               for name, statistic in statistics.AGGREGATES.items()
+               if len(tasks) > 1 or name == 'Mean'}  # of one task, they say the same
   meanings = {'Median': 'Median over tasks of the mean over seeds.',
               'IQM': 'Mean of the middle half of all runs: robust, and steadier than the median.',
               'Mean': 'Mean over all tasks; a few high scores decide it.',
@@ -407,7 +409,7 @@ def _scores(comparison: Comparison, pictures: _Pictures) -> dict[str, Any] | Non
   high = float(np.quantile(pooled, 0.98)) if len(pooled) else 1.0
   thresholds = np.linspace(min(0.0, float(pooled.min())), max(high, 1.0), 81)
   profile = None
-  if len(pooled) > len(groups):
+  if len(tasks) > 1:
     shares = [(index, statistics.profile(scores[group.name], thresholds))
               for index, group in enumerate(groups)]
     profile = pictures.add('performance-profiles', 'Performance profiles',
@@ -461,8 +463,9 @@ def _finals(run: Run) -> dict[str, _Final]:
   good = [record for record in run.commands
           if isinstance(record['statistics'].get('mean'), int | float)]
   if good:
-    newest = max(record['update'] for record in good)
-    record = [record for record in good if record['update'] == newest][-1]
+    # Of the newest checkpoint: the evaluation with the most episodes, and of these the last.
+    record = max(good, key=lambda record: (record['update'], record.get('num_episodes') or 0,
+                                           str(record.get('time'))))
     results['evaluate'] = _final_of(record['statistics'], record, 'podracer_jit evaluate')
   trained = [record for record in run.evaluations if isinstance(record.get('mean'), int | float)]
   if trained:
@@ -513,9 +516,9 @@ def _final(comparison: Comparison) -> dict[str, Any] | None:
   human = '|#Human-normalised' if _any_human(tasks) else ''
   without = [task for task in tasks if not task_sets.published(task)]
   return dict(
-      table=_table(f'Task|Group|#Seeds|#Mean return|#95%|Interval over{human}|Nearest published|'
+      table=_table(f'Task|Group|#Seeds|#Mean return|#95%|Interval over{human}|~Nearest published|'
                    '~Source', rows),
-      published=_table('Task|#Return|#Deviation|Program|~Protocol|~Source', published)
+      published=_table('Task|#Return|#Deviation|~Program|~Protocol|~Source', published)
       if published else None,
       no_published=', '.join(without[:4]) if without else '', exact=exact,
       words='The newest evaluation of each run; without one, the mean return of its last training '
@@ -599,9 +602,11 @@ def _pipeline(runs: Sequence[Run]) -> Table:
     rows.append([run.name, _value(float(np.median(speeds)) if len(speeds) else None),
                  _hours(_last(run, 'wall_s')), _value(_last(run, 'cgd')),
                  _value(_last(run, 'gud')), *(f'{share:.0%}' for share in shares.values()),
-                 _memory(run), _bytes(_disk(run.path))])
+                 _bytes(_disk(run.path)), _memory(run)])
+  memory = '|#Memory' if any(row[-1] != '-' for row in rows) else ''
   return _table('Run|#Steps/s (median)|#Wall time|#CGD|#GUD|#Actors wait|#Learner waits|'
-                '#Waits for evaluations|#Memory|#Disk', rows)
+                f'#Waits for evaluations|#Disk{memory}', rows if memory else
+                [row[:-1] for row in rows])
 
 
 def _memory(run: Run) -> str:
@@ -664,15 +669,17 @@ def _identical(runs: Sequence[Run]) -> list[str]:
     lines.append(f'{shown_names} are identical to the last bit: the batches and parameters of '
                  f'{"all" if equal_length else "the first"} {updates:,} updates have equal '
                  'fingerprints. They count as one sample, not as several.')
-  without = [run.name for run in runs if not len(run.receipts.chain)]
+  without = [run.name for run in runs if not run.receipts.by_update]
   if without and len(without) < len(runs):
     lines.append(f'Not known of {_count(len(without), "run")}, whose receipts are missing: '
                  f'{", ".join(without[:4])}{" and more" if len(without) > 4 else ""}.')
   elif without:
     lines.append('Not known, since the receipts are missing.')
   elif len(runs) == 1:
-    lines.append(f'The receipts of {len(runs[0].receipts.chain):,} updates are complete; '
-                 'podracer_jit compare tells whether another run is identical.')
+    complete = len(reading.fingerprints(runs[0]))
+    lines.append(f'The receipts of {complete:,} updates are complete' if complete else
+                 'Receipts of this run are missing or garbled')
+    lines[-1] += '; podracer_jit compare tells whether another run is identical.'
   if not lines:
     lines.append('By their receipts, no two of these runs are identical.')
   return lines
