@@ -30,7 +30,7 @@ TIERS = {
     'schemes': ['schemes'],
     'experiment': ['experiment', 'configs'],
     'files': ['workdir'],
-    'runs': ['play', 'training'],
+    'runs': ['play', 'training', 'report'],
     'doors': ['api', 'cli', 'testing', '__main__', '__init__'],
 }
 ORDER = list(TIERS)
@@ -114,7 +114,7 @@ PLAN = {
     'replay': (285, 520, 7), 'learner': (232, 560, 8), 'actor': (600, 980, 8),
     'schemes': (20, 980, 9), 'experiment': (20, 980, 10),
     'task_sets': (20, 190, 11),
-    'configs': (220, 340, 11), 'workdir': (370, 980, 11), 'play': (370, 980, 12),
+    'configs': (220, 340, 11), 'workdir': (370, 980, 11), 'report': (20, 340, 12), 'play': (370, 980, 12),
     'training': (370, 980, 13), 'testing': (20, 190, 13), 'api': (220, 480, 14),
     'cli': (520, 980, 14),
     '__init__': (20, 480, 15), '__main__': (520, 980, 15),

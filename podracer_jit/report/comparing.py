@@ -233,22 +233,33 @@ def curve(runs: Sequence[Run], axis: str, compared: frozenset[str], name: str = 
   return Curve([(x, y) for _, x, y in seeds], grid, mean, low, high)
 
 
-def aggregate_curve(comparison: Comparison, group: Group, axis: str) -> Curve | None:
-  """Returns the IQM of a group's normalised scores over all common tasks, along an axis."""
+def aggregate_curves(comparison: Comparison, group: Group, axis: str) -> dict[str, Curve]:
+  """Returns statistics of a group's normalised scores over all common tasks, along an axis.
+
+  Args:
+    comparison: the comparison that the group is of.
+    group: the group.
+    axis: a key of `AXES`.
+
+  Returns:
+    The curve of each of `statistics.AGGREGATES`; empty if a run has no values on this axis.
+  """
   tasks = comparison.common_tasks()
   of_tasks = [[points(run, axis) for run in group.of_task(task) if run.name in comparison.compared]
               for task in tasks]
-  if not of_tasks or not all(of_tasks):
-    return None
+  if not of_tasks or not all(len(x) for runs in of_tasks for x, _ in runs):
+    return {}
   end = min(x[-1] for runs in of_tasks for x, _ in runs)
   grid = np.linspace(0, end, POINTS // 2 + 1)[1:]
   values = [comparison.scales[task].normalised(np.stack([np.interp(grid, *run) for run in runs]))
             for task, runs in zip(tasks, of_tasks, strict=True)]  # of each task, [seeds, points]
-  estimates = [statistics.interval(
-      statistics.interquartile_mean, [of_task[:, i] for of_task in values],
-      draws=statistics.DRAWS // 8) for i in range(len(grid))]
-  mean, low, high = (np.array(column) for column in zip(*estimates, strict=True))
-  return Curve([], grid, mean, low, high)
+  curves = {}
+  for name, statistic in statistics.AGGREGATES.items():
+    estimates = [statistics.interval(statistic, [of_task[:, i] for of_task in values],
+                                     draws=statistics.DRAWS // 8) for i in range(len(grid))]
+    mean, low, high = (np.array(column) for column in zip(*estimates, strict=True))
+    curves[name] = Curve([], grid, mean, low, high)
+  return curves
 
 
 def identical(runs: Sequence[Run]) -> list[tuple[list[str], int, bool]]:

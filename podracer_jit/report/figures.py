@@ -31,7 +31,7 @@ LIGHT: Mapping[str, str] = {
 COLOURS = 8
 DASHES = ('-', (0, (5, 1.5)), (0, (1.5, 1.2)))  # for further groups
 SMALL = (3.4, 2.25)  # inches, of one of many
-LARGE = (5.0, 3.1)
+LARGE = (4.5, 2.85)
 _RC = {'svg.fonttype': 'none', 'svg.hashsalt': 'podracer_jit', 'font.size': 8.5,
        'font.family': 'sans-serif', 'font.sans-serif': ['DejaVu Sans'],
        'text.color': LIGHT['ink'],

@@ -33,6 +33,10 @@ FIGURES = 'figures'  # folder of the SVGs
 MOST_BYTES = 5_000_000  # of index.html
 _LABELS = {'steps': 'Steps', 'frames': 'Frames', 'wall': 'Wall time'}
 _TEMPLATE = Path(__file__).parent / 'page.html'
+_MEANINGS = {'Median': 'Median over tasks of the mean over seeds.',
+             'IQM': 'Mean of the middle half of all runs: robust, and steadier than the median.',
+             'Mean': 'Mean over all tasks; a few high scores decide it.',
+             'Optimality gap': 'How far runs stay below a score of 1. Lower is better.'}
 _MOST_PAIRS = 12  # of groups, in the picture of the probability of improvement
 _NORMAL = 1.96  # standard errors on either side of a mean, for an interval of 95%
 # Metrics that the page of one run does not draw: axes, and what has a section of its own.
@@ -364,17 +368,16 @@ def _curves(comparison: Comparison, pictures: _Pictures) -> dict[str, Any] | Non
       drawn.append(dict(name=task, figures=of_axes, words=_count(count, 'run')))
   if not drawn:
     return None
-  aggregate = {}
+  by_statistic: dict[str, dict[str, Markup]] = {}
   common = comparison.common_tasks()
-  if len(common) > 1:
-    for axis, label in AXES.items():
-      lines = [Line(group.name, index, curve) for index, group in enumerate(comparison.groups)
-               if (curve := comparing.aggregate_curve(comparison, group, axis)) is not None]
-      if lines:
-        svg = figures.curves(lines, f'{label} of each task', 'IQM of normalised scores',
-                             figures.LARGE)
-        aggregate[axis] = pictures.add(f'aggregate-curve-{axis}',
-                                       f'IQM of normalised scores over {label}', svg)
+  for axis, label in AXES.items() if len(common) > 1 else ():
+    by_group = [comparing.aggregate_curves(comparison, group, axis) for group in comparison.groups]
+    for name in statistics.AGGREGATES if any(by_group) else ():
+      lines = [Line(group.name, index, by_group[index][name])
+               for index, group in enumerate(comparison.groups) if by_group[index]]
+      svg = figures.curves(lines, f'{label} of each task')
+      by_statistic.setdefault(name, {})[axis] = pictures.add(
+          f'aggregate-{name}-{axis}', f'{name} of normalised scores over {label}', svg)
   axes = [(axis, words) for axis, words in _LABELS.items()
           if any(axis in task['figures'] for task in drawn)]
   several = any(len(group.of_task(task)) > 1 for group in comparison.groups for task in tasks)
@@ -382,6 +385,8 @@ def _curves(comparison: Comparison, pictures: _Pictures) -> dict[str, Any] | Non
            + ('Bold: the mean over seeds, up to the end of the shortest run. Shaded: its 95% '
               'bootstrap interval. Faint: each seed.' if several else 'There is one seed of each '
               'group, so there are no intervals.'))
+  aggregate = [dict(name=name, figures=of_axes, words=_MEANINGS[name])
+               for name, of_axes in by_statistic.items()]
   return dict(tasks=drawn, aggregate=aggregate, axes=axes, common=len(common), words=words)
 
 
@@ -394,16 +399,12 @@ def _scores(comparison: Comparison, pictures: _Pictures) -> dict[str, Any] | Non
   estimates = {name: {of.name: statistics.interval(statistic, scores[of.name]) for of in groups}
                for name, statistic in statistics.AGGREGATES.items()
                if len(tasks) > 1 or name == 'Mean'}  # of one task, they say the same
-  meanings = {'Median': 'Median over tasks of the mean over seeds.',
-              'IQM': 'Mean of the middle half of all runs: robust, and steadier than the median.',
-              'Mean': 'Mean over all tasks; a few high scores decide it.',
-              'Optimality gap': 'How far runs stay below a score of 1. Lower is better.'}
   panels = []
   if len(groups) <= 24:
     for name, by_group in estimates.items():
       rows = [(group.name, index, by_group[group.name]) for index, group in enumerate(groups)]
       svg = figures.intervals(rows, 'normalised score')
-      panels.append(dict(name=name, words=meanings[name],
+      panels.append(dict(name=name, words=_MEANINGS[name],
                          figure=pictures.add(f'scores-{name}', name, svg)))
   pooled = np.concatenate([x for of_tasks in scores.values() for x in of_tasks])
   high = float(np.quantile(pooled, 0.98)) if len(pooled) else 1.0
