@@ -155,6 +155,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
   all others are compared where it broke off. So is a run whose return is not finite in the end.
   """
   groups = grouped(runs)
+  copies = {name: names[0] for names, *_ in identical(runs) for name in names[1:]}
   compared: dict[tuple[str, str], list[Run]] = {}
   left_out: list[str] = []
   for group in groups:
@@ -163,6 +164,8 @@ def compare(runs: Sequence[Run]) -> Comparison:
       longest = max(run.steps for run in of_task)
       for run in of_task:
         reason = _why_left_out(run, longest)
+        if run.name in copies and copies[run.name] in {other.name for other in of_task}:
+          reason = f'it is identical to {copies[run.name]}, and would count twice'
         if reason:
           left_out.append(f'{run.name}: {reason}')
         else:
@@ -266,7 +269,7 @@ def identical(runs: Sequence[Run]) -> list[tuple[list[str], int, bool]]:
   """Returns sets of runs whose receipts are equal as far as both go.
 
   Returns:
-    For each set: the names of its runs, the updates that all of them have, and whether they have
+    For each set: the names of its runs, the longest first, the updates that all of them have, and whether they have
     equally many.
   """
   # All receipts are read only of runs with the same first one.
@@ -287,6 +290,7 @@ def identical(runs: Sequence[Run]) -> list[tuple[list[str], int, bool]]:
       else:
         fitting.append((run, receipts))
     for some in sets:
+      some.sort(key=lambda pair: -len(pair[1]))
       lengths = {len(receipts) for _, receipts in some}
       if len(some) > 1:
         results.append(([run.name for run, _ in some], min(lengths), len(lengths) == 1))

@@ -415,12 +415,15 @@ def _scores(comparison: Comparison, pictures: _Pictures) -> dict[str, Any] | Non
               for index, group in enumerate(groups)]
     profile = pictures.add('performance-profiles', 'Performance profiles',
                            figures.profiles(thresholds, shares))
+  # What all names begin with says nothing here.
+  common = os.path.commonprefix([group.name for group in groups]).rfind(', ') + 1
+  common = common and common + 1
   pairs = [*itertools.combinations(range(len(groups)), 2)]
   rows = []
   for a, b in pairs:
     x, y = groups[a].name, groups[b].name
     shared = comparison.common_tasks([x, y])
-    rows.append((f'{x} > {y}', a, statistics.improvement(
+    rows.append((f'{x[common:]} > {y[common:]}', a, statistics.improvement(
         comparison.scores(x, shared), comparison.scores(y, shared))))
   improvement = None
   if rows:
@@ -669,7 +672,7 @@ def _identical(runs: Sequence[Run]) -> list[str]:
     shown_names = ', '.join(names[:6]) + (f' and {len(names) - 6} more' if len(names) > 6 else '')
     lines.append(f'{shown_names} are identical to the last bit: the batches and parameters of '
                  f'{"all" if equal_length else "the first"} {updates:,} updates have equal '
-                 'fingerprints. They count as one sample, not as several.')
+                 'fingerprints. Within a group they count as one seed.')
   without = [run.name for run in runs if not run.receipts.by_update]
   if without and len(without) < len(runs):
     lines.append(f'Not known of {_count(len(without), "run")}, whose receipts are missing: '
