@@ -1,4 +1,4 @@
-"""Sets of tasks that algorithms are compared on, and the scores that others have published.
+"""Sets of tasks, and published scores.
 
 `TASKS` names the sets, for sweeps and reports. `published` returns the scores of a task, each with
 its protocol and source: they are of other programs, which often play by other rules, so equal

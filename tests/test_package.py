@@ -82,7 +82,7 @@ def installed(wheel, tmp_path_factory):
 
 def test_wheel_has_every_module_and_data_file(wheel):
   package = ROOT / "podracer_jit"
-  expected = [*package.rglob("*.py"), *package.glob("data/*.csv"), package / "py.typed"]
+  expected = [*package.rglob("*.py"), *package.glob("data/*.csv"), *package.glob("report/*.html"), package / "py.typed"]
   missing = {str(p.relative_to(ROOT)) for p in expected} - set(zipfile.ZipFile(wheel).namelist())
   assert not missing
 

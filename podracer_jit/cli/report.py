@@ -9,7 +9,7 @@ learning curves, scores over tasks and seeds with bootstrap intervals, evaluatio
 figures, the differences of the configs, speed, machines, and every command. A single run has a page
 with all its metrics, and what is unusual. Runs that have not ended, have failed or are unequally
 long are taken, and the page says so. The command only reads the workdirs, and needs the extra
-`report`: pip install 'podracer_jit[report]'.
+`report`: pip install '.[report]'.
 
 Exit code: 0, or 2 if there is no run or the report cannot be written.
 """
@@ -65,5 +65,5 @@ def _page():
   except ModuleNotFoundError as error:
     if (error.name or '').partition('.')[0] in ('matplotlib', 'jinja2', 'markupsafe', 'PIL'):
       raise Refused(f'{error.name} is missing; it is part of the extra report: '
-                    "pip install 'podracer_jit[report]'") from None
+                    "pip install '.[report]'") from None
     raise

@@ -10,7 +10,7 @@ import numpy as np
 
 from podracer_jit import task_sets
 from podracer_jit.options import shorten, shown
-from podracer_jit.report import statistics
+from podracer_jit.report import reading, statistics
 from podracer_jit.report.reading import FREE, SEED, TASK, Run
 
 RETURN = 'episode_return'
@@ -155,6 +155,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
   all others are compared where it broke off. So is a run whose return is not finite in the end.
   """
   groups = grouped(runs)
+  copies = {name: names[0] for names, *_ in identical(runs) for name in names[1:]}
   compared: dict[tuple[str, str], list[Run]] = {}
   left_out: list[str] = []
   for group in groups:
@@ -163,6 +164,8 @@ def compare(runs: Sequence[Run]) -> Comparison:
       longest = max(run.steps for run in of_task)
       for run in of_task:
         reason = _why_left_out(run, longest)
+        if run.name in copies and copies[run.name] in {other.name for other in of_task}:
+          reason = f'it is identical to {copies[run.name]}, and would count twice'
         if reason:
           left_out.append(f'{run.name}: {reason}')
         else:
@@ -233,48 +236,69 @@ def curve(runs: Sequence[Run], axis: str, compared: frozenset[str], name: str = 
   return Curve([(x, y) for _, x, y in seeds], grid, mean, low, high)
 
 
-def aggregate_curve(comparison: Comparison, group: Group, axis: str) -> Curve | None:
-  """Returns the IQM of a group's normalised scores over all common tasks, along an axis."""
+def aggregate_curves(comparison: Comparison, group: Group, axis: str) -> dict[str, Curve]:
+  """Returns statistics of a group's normalised scores over all common tasks, along an axis.
+
+  Args:
+    comparison: the comparison that the group is of.
+    group: the group.
+    axis: a key of `AXES`.
+
+  Returns:
+    The curve of each of `statistics.AGGREGATES`; empty if a run has no values on this axis.
+  """
   tasks = comparison.common_tasks()
   of_tasks = [[points(run, axis) for run in group.of_task(task) if run.name in comparison.compared]
               for task in tasks]
-  if not of_tasks or not all(of_tasks):
-    return None
+  if not of_tasks or not all(len(x) for runs in of_tasks for x, _ in runs):
+    return {}
   end = min(x[-1] for runs in of_tasks for x, _ in runs)
   grid = np.linspace(0, end, POINTS // 2 + 1)[1:]
   values = [comparison.scales[task].normalised(np.stack([np.interp(grid, *run) for run in runs]))
             for task, runs in zip(tasks, of_tasks, strict=True)]  # of each task, [seeds, points]
-  estimates = [statistics.interval(
-      statistics.interquartile_mean, [of_task[:, i] for of_task in values],
-      draws=statistics.DRAWS // 8) for i in range(len(grid))]
-  mean, low, high = (np.array(column) for column in zip(*estimates, strict=True))
-  return Curve([], grid, mean, low, high)
+  curves = {}
+  for name, statistic in statistics.AGGREGATES.items():
+    estimates = [statistics.interval(statistic, [of_task[:, i] for of_task in values],
+                                     draws=statistics.DRAWS // 8) for i in range(len(grid))]
+    mean, low, high = (np.array(column) for column in zip(*estimates, strict=True))
+    curves[name] = Curve([], grid, mean, low, high)
+  return curves
 
 
 def identical(runs: Sequence[Run]) -> list[tuple[list[str], int, bool]]:
   """Returns sets of runs whose receipts are equal as far as both go.
 
   Returns:
-    For each set: the names of its runs, the updates that all of them have, and whether they have
+    For each set: the names of its runs, the longest first, the updates that all of them have, and whether they have
     equally many.
   """
-  sets: list[list[Run]] = []
+  # All receipts are read only of runs with the same first one.
+  by_first: dict[tuple[str, str], list[Run]] = {}
   for run in runs:
-    if not len(run.receipts.chain):
-      continue
-    for others in sets:
-      if _equal(run.receipts.chain, others[0].receipts.chain):
-        others.append(run)
-        break
-    else:
-      sets.append([run])
-  return [([run.name for run in some], min(lengths := [len(run.receipts.chain) for run in some]),
-           len(set(lengths)) == 1) for some in sets if len(some) > 1]
+    for receipt in run.receipts.by_update.values():
+      by_first.setdefault((receipt['batch'], receipt['params']), []).append(run)
+  results = []
+  for candidates in by_first.values():
+    sets: list[list[tuple[Run, dict[int, tuple[str, str]]]]] = []
+    for run in candidates if len(candidates) > 1 else ():
+      receipts = reading.fingerprints(run)
+      if not receipts:
+        continue
+      fitting = next((some for some in sets if _equal(receipts, some[0][1])), None)
+      if fitting is None:
+        sets.append([(run, receipts)])
+      else:
+        fitting.append((run, receipts))
+    for some in sets:
+      some.sort(key=lambda pair: -len(pair[1]))
+      lengths = {len(receipts) for _, receipts in some}
+      if len(some) > 1:
+        results.append(([run.name for run, _ in some], min(lengths), len(lengths) == 1))
+  return results
 
 
-def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-  last = min(len(a), len(b)) - 1
-  return bool(a[last] == b[last])
+def _equal(a: Mapping[int, Any], b: Mapping[int, Any]) -> bool:
+  return all(a[update] == b[update] for update in a.keys() & b.keys())
 
 
 def best(comparison: Comparison) -> Iterator[Run]:

@@ -31,7 +31,7 @@ LIGHT: Mapping[str, str] = {
 COLOURS = 8
 DASHES = ('-', (0, (5, 1.5)), (0, (1.5, 1.2)))  # for further groups
 SMALL = (3.4, 2.25)  # inches, of one of many
-LARGE = (5.0, 3.1)
+LARGE = (4.5, 2.85)
 _RC = {'svg.fonttype': 'none', 'svg.hashsalt': 'podracer_jit', 'font.size': 8.5,
        'font.family': 'sans-serif', 'font.sans-serif': ['DejaVu Sans'],
        'text.color': LIGHT['ink'],
@@ -64,7 +64,7 @@ def _new(size: tuple[float, float]) -> tuple[Figure, Axes]:
   figure = Figure(figsize=size)
   FigureCanvasSVG(figure)
   width, height = size
-  axes = figure.add_axes((0.5 / width, 0.42 / height, 1 - 0.62 / width, 1 - 0.5 / height))
+  axes = figure.add_axes((0.5 / width, 0.4 / height, 1 - 0.62 / width, 1 - 0.58 / height))
   axes.patch.set_visible(False)
   figure.patch.set_visible(False)
   for side in ('top', 'right', 'left'):
@@ -88,9 +88,19 @@ def _finish(figure: Figure, axes: Axes, x_label: str, y_label: str = '') -> str:
   axes.yaxis.set_major_locator(MaxNLocator(5))
   axes.xaxis.set_major_formatter(FuncFormatter(number))
   axes.yaxis.set_major_formatter(FuncFormatter(number))
-  axes.set_xlabel(x_label, labelpad=2)
-  axes.set_title(y_label, fontsize=8, loc='left', color=LIGHT['muted'], pad=3)
+  _label(figure, axes, x_label, y_label)
   return _svg(figure)
+
+
+def _label(figure: Figure, axes: Axes, x_label: str, y_label: str = '') -> None:
+  """Writes labels at fixed places; matplotlib's own take a third of the time of a figure."""
+  box = axes.get_position()
+  height = figure.get_size_inches()[1]
+  figure.text((box.x0 + box.x1) / 2, 0.04 / height, x_label, ha='center', va='bottom',
+              color=LIGHT['muted'])
+  if y_label:
+    figure.text(box.x0, box.y1 + 0.03 / height, y_label, ha='left', va='bottom', fontsize=8,
+                color=LIGHT['muted'])
 
 
 def _svg(figure: Figure) -> str:
@@ -99,9 +109,13 @@ def _svg(figure: Figure) -> str:
   svg = text.getvalue()
   svg = svg[svg.index('<svg'):]
   svg = re.sub(r'<metadata>.*?</metadata>|<!--.*?-->', '', svg, flags=re.DOTALL)
-  # A tenth of a point is enough.
-  svg = re.sub(r'-?\d+\.\d{2,}', lambda match: f'{float(match[0]):.1f}', svg)
+  svg = _NUMBERS.sub(lambda match: match[1] + _DIGITS.sub(r'\1', match[2]), svg)
   return re.sub(r'\n\s*', '\n', svg)
+
+
+# Attributes with coordinates, of which a tenth of a point is enough.
+_NUMBERS = re.compile(r'( (?:d|x|y|width|height|transform|points)=")([^"]*)')
+_DIGITS = re.compile(r'(\d\.\d)\d+')
 
 
 def _with_style(draw):  # a decorator; the settings of matplotlib of a caller stay as they are
@@ -168,7 +182,7 @@ def values(x: np.ndarray, y: np.ndarray, x_label: str, size: tuple[float, float]
   spread = len(known) and known.min() > 0 and known.max() / known.min() > 1e4
   if spread:
     axes.set_yscale('log')
-    axes.set_xlabel(x_label, labelpad=2)
+    _label(figure, axes, x_label)
     axes.minorticks_off()
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(FuncFormatter(number))
@@ -214,7 +228,7 @@ def intervals(rows: Sequence[tuple[str, int, Interval]], x_label: str, mark: flo
   axes.margins(x=0.08)
   axes.xaxis.set_major_locator(MaxNLocator(5))
   axes.xaxis.set_major_formatter(FuncFormatter(number))
-  axes.set_xlabel(x_label, labelpad=2)
+  _label(figure, axes, x_label)
   return _svg(figure)
 
 

@@ -43,7 +43,7 @@ def _not_finite(run: Run) -> Iterator[str]:
       continue  # absent until an episode has ended
     known = np.flatnonzero(np.isfinite(values))
     if len(known) and known[-1] < len(values) - 1 and name in metrics.TERMS | {'grad_norm': 0}:
-      yield (f'{name} is not a finite number from update '
+      yield (f'{name} is not a finite number from about update '
              f'{int(run.column("update")[known[-1] + 1]):,} on')
     elif not len(known) and len(values):
       yield f'{name} is never a finite number'

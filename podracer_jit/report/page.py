@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 from podracer_jit import metrics, task_sets
 from podracer_jit.options import shorten, shown
-from podracer_jit.report import comparing, figures, film, findings, statistics
+from podracer_jit.report import comparing, figures, film, findings, reading, statistics
 from podracer_jit.report.comparing import AXES, Comparison, points
 from podracer_jit.report.figures import Line
 from podracer_jit.report.reading import Run
@@ -33,6 +33,10 @@ FIGURES = 'figures'  # folder of the SVGs
 MOST_BYTES = 5_000_000  # of index.html
 _LABELS = {'steps': 'Steps', 'frames': 'Frames', 'wall': 'Wall time'}
 _TEMPLATE = Path(__file__).parent / 'page.html'
+_MEANINGS = {'Median': 'Median over tasks of the mean over seeds.',
+             'IQM': 'Mean of the middle half of all runs: robust, and steadier than the median.',
+             'Mean': 'Mean over all tasks; a few high scores decide it.',
+             'Optimality gap': 'How far runs stay below a score of 1. Lower is better.'}
 _MOST_PAIRS = 12  # of groups, in the picture of the probability of improvement
 _NORMAL = 1.96  # standard errors on either side of a mean, for an interval of 95%
 # Metrics that the page of one run does not draw: axes, and what has a section of its own.
@@ -142,10 +146,11 @@ def write(report: Report, folder: Path) -> None:
     OSError: a file cannot be written.
   """
   files.make_folder(folder / FIGURES)
+  # Not by `files.write`, which waits until a file is on the disk: there may be hundreds.
   for name, text in report.pictures.items():
-    files.write(folder / FIGURES / name, text)
+    (folder / FIGURES / name).write_text(text, encoding='utf-8')
   for name, text in report.tables.items():
-    files.write(folder / name, text)
+    (folder / name).write_text(text, encoding='utf-8')
   files.write(folder / INDEX, report.html)
 
 
@@ -160,7 +165,7 @@ def _version() -> str:
 def _render(content: Mapping[str, Any]) -> str:
   environment = jinja2.Environment(autoescape=True, trim_blocks=False,
                                    undefined=jinja2.ChainableUndefined)
-  return environment.from_string(_TEMPLATE.read_text()).render(content)
+  return environment.from_string(_TEMPLATE.read_text(encoding='utf-8')).render(content)
 
 
 def _small_enough(content: dict[str, Any]) -> str:
@@ -269,15 +274,15 @@ def _headline(comparison: Comparison) -> list[str]:
     for group in comparison.groups:
       estimate = statistics.mean_interval(comparison.returns[group.name][task])
       seeds = len(comparison.returns[group.name][task])
-      interval = f', {_range(estimate)}' if estimate.known else ''
+      interval = f' (95%: {_range(estimate)})' if estimate.known else ''
       lines.append(f'{group.name}: mean return {_value(estimate.value)}{interval} after '
                    f'{comparison.scales[task].steps:,} steps of {task} '
-                   f'({_count(seeds, "seed")}).')
+                   f'with {_count(seeds, "seed")}.')
   elif tasks:
     for group in comparison.groups:
       estimate = statistics.interval(statistics.interquartile_mean,
                                      comparison.scores(group.name, tasks))
-      interval = f', {_range(estimate)}' if estimate.known else ''
+      interval = f' (95%: {_range(estimate)})' if estimate.known else ''
       lines.append(f'{group.name}: IQM of normalised scores {_value(estimate.value)}{interval} '
                    f'over {len(tasks)} tasks.')
   return lines[:6]
@@ -363,17 +368,16 @@ def _curves(comparison: Comparison, pictures: _Pictures) -> dict[str, Any] | Non
       drawn.append(dict(name=task, figures=of_axes, words=_count(count, 'run')))
   if not drawn:
     return None
-  aggregate = {}
+  by_statistic: dict[str, dict[str, Markup]] = {}
   common = comparison.common_tasks()
-  if len(common) > 1:
-    for axis, label in AXES.items():
-      lines = [Line(group.name, index, curve) for index, group in enumerate(comparison.groups)
-               if (curve := comparing.aggregate_curve(comparison, group, axis)) is not None]
-      if lines:
-        svg = figures.curves(lines, f'{label} of each task', 'IQM of normalised scores',
-                             figures.LARGE)
-        aggregate[axis] = pictures.add(f'aggregate-curve-{axis}',
-                                       f'IQM of normalised scores over {label}', svg)
+  for axis, label in AXES.items() if len(common) > 1 else ():
+    by_group = [comparing.aggregate_curves(comparison, group, axis) for group in comparison.groups]
+    for name in statistics.AGGREGATES if any(by_group) else ():
+      lines = [Line(group.name, index, by_group[index][name])
+               for index, group in enumerate(comparison.groups) if by_group[index]]
+      svg = figures.curves(lines, f'{label} of each task')
+      by_statistic.setdefault(name, {})[axis] = pictures.add(
+          f'aggregate-{name}-{axis}', f'{name} of normalised scores over {label}', svg)
   axes = [(axis, words) for axis, words in _LABELS.items()
           if any(axis in task['figures'] for task in drawn)]
   several = any(len(group.of_task(task)) > 1 for group in comparison.groups for task in tasks)
@@ -381,6 +385,8 @@ def _curves(comparison: Comparison, pictures: _Pictures) -> dict[str, Any] | Non
            + ('Bold: the mean over seeds, up to the end of the shortest run. Shaded: its 95% '
               'bootstrap interval. Faint: each seed.' if several else 'There is one seed of each '
               'group, so there are no intervals.'))
+  aggregate = [dict(name=name, figures=of_axes, words=_MEANINGS[name])
+               for name, of_axes in by_statistic.items()]
   return dict(tasks=drawn, aggregate=aggregate, axes=axes, common=len(common), words=words)
 
 
@@ -391,33 +397,33 @@ def _scores(comparison: Comparison, pictures: _Pictures) -> dict[str, Any] | Non
     return None
   scores = {group.name: comparison.scores(group.name, tasks) for group in groups}
   estimates = {name: {of.name: statistics.interval(statistic, scores[of.name]) for of in groups}
-               for name, statistic in statistics.AGGREGATES.items()}
-  meanings = {'Median': 'Median over tasks of the mean over seeds.',
-              'IQM': 'Mean of the middle half of all runs: robust, and steadier than the median.',
-              'Mean': 'Mean over all tasks; a few high scores decide it.',
-              'Optimality gap': 'How far runs stay below a score of 1. Lower is better.'}
+               for name, statistic in statistics.AGGREGATES.items()
+               if len(tasks) > 1 or name == 'Mean'}  # of one task, they say the same
   panels = []
   if len(groups) <= 24:
     for name, by_group in estimates.items():
       rows = [(group.name, index, by_group[group.name]) for index, group in enumerate(groups)]
       svg = figures.intervals(rows, 'normalised score')
-      panels.append(dict(name=name, words=meanings[name],
+      panels.append(dict(name=name, words=_MEANINGS[name],
                          figure=pictures.add(f'scores-{name}', name, svg)))
   pooled = np.concatenate([x for of_tasks in scores.values() for x in of_tasks])
   high = float(np.quantile(pooled, 0.98)) if len(pooled) else 1.0
   thresholds = np.linspace(min(0.0, float(pooled.min())), max(high, 1.0), 81)
   profile = None
-  if len(pooled) > len(groups):
+  if len(tasks) > 1:
     shares = [(index, statistics.profile(scores[group.name], thresholds))
               for index, group in enumerate(groups)]
     profile = pictures.add('performance-profiles', 'Performance profiles',
                            figures.profiles(thresholds, shares))
+  # What all names begin with says nothing here.
+  common = os.path.commonprefix([group.name for group in groups]).rfind(', ') + 1
+  common = common and common + 1
   pairs = [*itertools.combinations(range(len(groups)), 2)]
   rows = []
   for a, b in pairs:
     x, y = groups[a].name, groups[b].name
     shared = comparison.common_tasks([x, y])
-    rows.append((f'{x} > {y}', a, statistics.improvement(
+    rows.append((f'{x[common:]} > {y[common:]}', a, statistics.improvement(
         comparison.scores(x, shared), comparison.scores(y, shared))))
   improvement = None
   if rows:
@@ -461,8 +467,9 @@ def _finals(run: Run) -> dict[str, _Final]:
   good = [record for record in run.commands
           if isinstance(record['statistics'].get('mean'), int | float)]
   if good:
-    newest = max(record['update'] for record in good)
-    record = [record for record in good if record['update'] == newest][-1]
+    # Of the newest checkpoint: the evaluation with the most episodes, and of these the last.
+    record = max(good, key=lambda record: (record['update'], record.get('num_episodes') or 0,
+                                           str(record.get('time'))))
     results['evaluate'] = _final_of(record['statistics'], record, 'podracer_jit evaluate')
   trained = [record for record in run.evaluations if isinstance(record.get('mean'), int | float)]
   if trained:
@@ -513,9 +520,9 @@ def _final(comparison: Comparison) -> dict[str, Any] | None:
   human = '|#Human-normalised' if _any_human(tasks) else ''
   without = [task for task in tasks if not task_sets.published(task)]
   return dict(
-      table=_table(f'Task|Group|#Seeds|#Mean return|#95%|Interval over{human}|Nearest published|'
+      table=_table(f'Task|Group|#Seeds|#Mean return|#95%|Interval over{human}|~Nearest published|'
                    '~Source', rows),
-      published=_table('Task|#Return|#Deviation|Program|~Protocol|~Source', published)
+      published=_table('Task|#Return|#Deviation|~Program|~Protocol|~Source', published)
       if published else None,
       no_published=', '.join(without[:4]) if without else '', exact=exact,
       words='The newest evaluation of each run; without one, the mean return of its last training '
@@ -599,9 +606,11 @@ def _pipeline(runs: Sequence[Run]) -> Table:
     rows.append([run.name, _value(float(np.median(speeds)) if len(speeds) else None),
                  _hours(_last(run, 'wall_s')), _value(_last(run, 'cgd')),
                  _value(_last(run, 'gud')), *(f'{share:.0%}' for share in shares.values()),
-                 _memory(run), _bytes(_disk(run.path))])
+                 _bytes(_disk(run.path)), _memory(run)])
+  memory = '|#Memory' if any(row[-1] != '-' for row in rows) else ''
   return _table('Run|#Steps/s (median)|#Wall time|#CGD|#GUD|#Actors wait|#Learner waits|'
-                '#Waits for evaluations|#Memory|#Disk', rows)
+                f'#Waits for evaluations|#Disk{memory}', rows if memory else
+                [row[:-1] for row in rows])
 
 
 def _memory(run: Run) -> str:
@@ -663,16 +672,18 @@ def _identical(runs: Sequence[Run]) -> list[str]:
     shown_names = ', '.join(names[:6]) + (f' and {len(names) - 6} more' if len(names) > 6 else '')
     lines.append(f'{shown_names} are identical to the last bit: the batches and parameters of '
                  f'{"all" if equal_length else "the first"} {updates:,} updates have equal '
-                 'fingerprints. They count as one sample, not as several.')
-  without = [run.name for run in runs if not len(run.receipts.chain)]
+                 'fingerprints. Within a group they count as one seed.')
+  without = [run.name for run in runs if not run.receipts.by_update]
   if without and len(without) < len(runs):
     lines.append(f'Not known of {_count(len(without), "run")}, whose receipts are missing: '
                  f'{", ".join(without[:4])}{" and more" if len(without) > 4 else ""}.')
   elif without:
     lines.append('Not known, since the receipts are missing.')
   elif len(runs) == 1:
-    lines.append(f'The receipts of {len(runs[0].receipts.chain):,} updates are complete; '
-                 'podracer_jit compare tells whether another run is identical.')
+    complete = len(reading.fingerprints(runs[0]))
+    lines.append(f'The receipts of {complete:,} updates are complete' if complete else
+                 'Receipts of this run are missing or garbled')
+    lines[-1] += '; podracer_jit compare tells whether another run is identical.'
   if not lines:
     lines.append('By their receipts, no two of these runs are identical.')
   return lines

@@ -6,7 +6,6 @@ of it is taken, and what is wrong is noted in words.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,19 +26,9 @@ FREE = ('placement.', 'log.', 'eval.', 'checkpoint.')
 SEED = 'seed'
 TASK = 'env.task'
 TOTAL = 'total_steps'
-_MOST_LINES = 4096  # of a run that are kept; of longer files, every second, fourth, ... line
+_MOST_LINES = 1000  # of metrics.jsonl that are read, at equal distances
 _DEPTH = 4  # folders below one that is given
 _LINE = {'update': int, 'steps': int}
-
-
-class Receipts(NamedTuple):
-  """The fingerprints of a run."""
-
-  # For each update: a hash of its receipt and of all before it, so two equal numbers mean that two
-  # runs are the same up to there. [updates] uint64; empty if there are none, or some are missing.
-  chain: np.ndarray
-  headers: Sequence[Mapping[str, Any]]  # of the segments
-  problems: Sequence[str]
 
 
 class Run(NamedTuple):
@@ -51,7 +40,7 @@ class Run(NamedTuple):
   metrics: Mapping[str, np.ndarray]  # of updates, in order; NaN where a line lacks the number
   evaluations: Sequence[Mapping[str, Any]]  # while it trained, in order
   commands: Sequence[Mapping[str, Any]]  # evaluations by `podracer_jit evaluate`, in order
-  receipts: Receipts
+  receipts: journal.Receipts  # the first receipt, and the headers before it
   versions: Mapping[str, Any]
   starts: Sequence[Mapping[str, Any]]  # the commands that have trained it
   stages: int  # configs that it was made with, one after the other
@@ -225,7 +214,7 @@ def _unbegun(path: Path, name: str, entry: Mapping[str, Any], error: str) -> Run
   command = entry.get('command')
   starts = [{'command': [*map(str, command)]}] if isinstance(command, list) else []
   return Run(name, path, dict(fields) if isinstance(fields, dict) else {}, {}, [], [],
-             Receipts(np.zeros(0, np.uint64), [], []), {}, starts, 1, False, error, [])
+             journal.Receipts([], {}, []), {}, starts, 1, False, error, [])
 
 
 def _config(path: Path, notes: list[str]) -> dict[str, Any]:
@@ -262,34 +251,33 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def _metrics(path: Path, notes: list[str]) -> dict[str, np.ndarray]:
   """Returns the numbers of metrics.jsonl by name, [updates]."""
-  lines: list[dict[str, Any]] = []
-  every = 1
-  last = None
   try:
-    for count, line in enumerate(journal.iterate_lines(path / journal.METRICS, _LINE)):
-      if last is not None and line['steps'] < last['steps']:
-        # A run that went on from an earlier checkpoint: the later lines are the run.
-        lines = [kept for kept in lines if kept['steps'] < line['steps']]
-      last = line
-      if count % every == 0:
-        lines.append(line)
-      if len(lines) > 2 * _MOST_LINES:
-        lines = lines[::2]
-        every *= 2
+    lines = journal.sample_lines(path / journal.METRICS, _MOST_LINES, _LINE)
   except OSError:
-    pass
-  if last is None:
+    lines = []
+  if not lines:
     notes.append('it has no metrics yet')
     return {}
-  if lines[-1] is not last:
-    lines.append(last)
+  last = lines[-1]
+  # A run that went on from an earlier checkpoint makes updates again; the later lines count.
+  by_update = {line['update']: line for line in lines if line['update'] <= last['update']}
+  lines = [by_update[update] for update in sorted(by_update)]
   if isinstance(last.get('warning'), str):
     notes.append(f'its last update warns: {shorten(last["warning"])}')
-  names = dict.fromkeys(name for line in (lines[0], lines[len(lines) // 2], lines[-1])
-                        for name in line)
-  return {name: column for name in names
-          if (column := np.array([_number(line.get(name)) for line in lines])) is not None
-          and (np.isfinite(column).any() or name in last and _is_number(last[name]))}
+  names = dict.fromkeys(name for line in (lines[0], lines[len(lines) // 2], last) for name in line)
+  columns = {name: _column([line.get(name) for line in lines]) for name in names}
+  return {name: column for name, column in columns.items()
+          if np.isfinite(column).any() or _is_number(last.get(name))}
+
+
+def _column(values: Sequence[Any]) -> np.ndarray:
+  """Returns the numbers of a field, [lines]; NaN in place of anything else."""
+  if not any(isinstance(value, str | bool) for value in values[:1]):
+    try:
+      return np.array(values, float)  # None becomes NaN
+    except (TypeError, ValueError, OverflowError):
+      pass
+  return np.array([_number(value) for value in values])
 
 
 def _is_number(value: Any) -> bool:
@@ -305,20 +293,21 @@ def _number(value: Any) -> float:
     return math.inf
 
 
-def _receipts(path: Path, notes: list[str]) -> Receipts:
+def _receipts(path: Path, notes: list[str]) -> journal.Receipts:
   try:
-    receipts = journal.read_receipts(path)
+    return journal.first_receipt(path)
   except OSError:
     notes.append('it has no receipts')
-    return Receipts(np.zeros(0, np.uint64), [], [])
+    return journal.Receipts([], {}, [])
+
+
+def fingerprints(run: Run) -> dict[int, tuple[str, str]]:
+  """Returns the fingerprints of batch and parameters of all updates; empty if some are missing."""
+  try:
+    receipts = journal.read_receipts(run.path)
+  except OSError:
+    return {}
   if receipts.problems:
-    notes.append(f'{journal.RECEIPTS}: {"; ".join(receipts.problems)}')
-    return Receipts(np.zeros(0, np.uint64), receipts.headers, receipts.problems)
-  chain = []
-  digest = b''
-  for update in sorted(receipts.by_update):
-    receipt = receipts.by_update[update]
-    text = f'{receipt["batch"]} {receipt["params"]}'.encode()
-    digest = hashlib.blake2b(digest + text, digest_size=8).digest()
-    chain.append(int.from_bytes(digest, 'big'))
-  return Receipts(np.array(chain, np.uint64), receipts.headers, [])
+    return {}
+  return {update: (receipt['batch'], receipt['params'])
+          for update, receipt in receipts.by_update.items()}

@@ -152,17 +152,52 @@ def read_lines(path: Path, fields: Mapping[str, Any] | None = None) -> list[dict
   Raises:
     OSError: it cannot be read.
   """
-  return [*iterate_lines(path, fields)]
+  return [line.entry for line in _lines(path) if _is_good(line, fields)]
 
 
-def iterate_lines(path: Path, fields: Mapping[str, Any] | None = None
-                  ) -> Iterator[dict[str, Any]]:
-  """Yields what `read_lines` returns, one line at a time, for files that are long."""
+def _is_good(line: Line, fields: Mapping[str, Any] | None) -> bool:
+  """Returns whether a line is an object with all these fields, by name, of these types."""
   # An object is of no type that a value of JSON has, so it stands for a missing field.
-  for line in _lines(path):
-    if line.entry is not None and all(isinstance(line.entry.get(name, object()), kind)
-                                      for name, kind in (fields or {}).items()):
-      yield line.entry
+  return line.entry is not None and all(isinstance(line.entry.get(name, object()), kind)
+                                        for name, kind in (fields or {}).items())
+
+
+def sample_lines(path: Path, most: int, fields: Mapping[str, Any] | None = None
+                 ) -> list[dict[str, Any]]:
+  """Returns what `read_lines` does, but of a long file only some lines, at equal distances.
+
+  The last line is always among them. Other lines are not parsed, which takes nearly all the time.
+
+  Args:
+    path: the path of the file.
+    most: most lines that are returned.
+    fields: see `read_lines`.
+
+  Raises:
+    OSError: it cannot be read.
+  """
+  with files.open_regular(path) as file:
+    total = sum(1 for _ in file)
+    every = max(1, -(-total // most))
+    file.seek(0)
+    # A process may have added lines meanwhile.
+    lines = [_parsed(raw) for k, raw in enumerate(file, 1) if k % every == total % every]
+  return [line.entry for line in lines if _is_good(line, fields)]
+
+
+def first_receipt(workdir: Path) -> Receipts:
+  """Returns the first receipt of a run, and the headers before it; reads no further.
+
+  Raises:
+    OSError: there is no such file, or it cannot be read.
+  """
+  headers = []
+  for line in _lines(workdir / RECEIPTS):
+    if line.entry is not None and _is_header(line.entry):
+      headers.append(line.entry)
+    elif line.entry is not None and _is_receipt(line.entry):
+      return Receipts(headers, {line.entry['update']: line.entry}, [])
+  return Receipts(headers, {}, [])
 
 
 def intervals(workdir: Path) -> list[tuple[int, int]]:
@@ -253,13 +288,17 @@ def _lines(path: Path) -> Iterator[Line]:
   """Yields the lines of a file, parsed."""
   with files.open_regular(path) as file:
     for raw in file:
-      try:
-        entry = files.parse_json(raw)
-      except ValueError:
-        entry = None
-      good = isinstance(entry, dict) and raw.endswith(b'\n') and all(
-          isinstance(entry.get(name, 0), int) for name in ('update', 'segment', 'first_update'))
-      yield Line(raw, entry if good else None)
+      yield _parsed(raw)
+
+
+def _parsed(raw: bytes) -> Line:
+  try:
+    entry = files.parse_json(raw)
+  except ValueError:
+    entry = None
+  good = isinstance(entry, dict) and raw.endswith(b'\n') and all(
+      isinstance(entry.get(name, 0), int) for name in ('update', 'segment', 'first_update'))
+  return Line(raw, entry if good else None)
 
 
 def _is_header(entry: dict[str, Any]) -> bool:
