@@ -27,10 +27,9 @@ import jax
 import jax.numpy as jnp
 
 from podracer_jit import experiment
-from podracer_jit.agents import action_masks, running_moments
+from podracer_jit.agents import running_moments
 from podracer_jit.losses import PPO
-from podracer_jit.losses import algorithm as protocol
-from podracer_jit.losses.algorithm import Aux, Batch
+from podracer_jit.losses.algorithm import Aux, Auxiliary, Batch
 from podracer_jit.options import option
 from podracer_jit.types import Params, TrainState
 
@@ -68,10 +67,10 @@ class PPG(PPO):
     state = super().update(state, grads, aux)
     return state.with_target(self.init_target(state.params))
 
-  def auxiliary(self) -> protocol.Auxiliary:
+  def auxiliary(self) -> Auxiliary:
     """Returns the auxiliary phase."""
     fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-    return protocol.Auxiliary(Distillation(**fields), self.policy_updates, self.aux_epochs,
+    return Auxiliary(Distillation(**fields), self.policy_updates, self.aux_epochs,
                               self.aux_minibatches * self.policy_updates)
 
 
@@ -99,24 +98,11 @@ class Distillation(PPG):
       return 0.5 * jnp.square(value - batch.targets['value_target'])
 
     aux = Aux.of({'distillation_loss': loss_of(heads['auxiliary_value']),
-                  'clone_kl': self.divergence(old, new), 'aux_value_loss': loss_of(value)},
+                  'clone_kl': self.parts.policy.kl(old, new), 'aux_value_loss': loss_of(value)},
                  rows.valid)
     loss = (aux.terms['distillation_loss'] + self.beta_clone * aux.terms['clone_kl']
             + aux.terms['aux_value_loss'])
     return loss / batch.count, aux
-
-  def divergence(self, old: jax.Array, new: jax.Array) -> jax.Array:
-    """Returns KL(old || new) [...] of policies with parameters [..., K], in nats."""
-    choices = action_masks.choices_of(self.parts.spec)
-    if choices:
-      ends = [sum(choices[:i]) for i in range(1, len(choices))]
-      logs = [(jax.nn.log_softmax(p), jax.nn.log_softmax(q)) for p, q in zip(
-          jnp.split(old, ends, axis=-1), jnp.split(new, ends, axis=-1), strict=True)]
-      return sum(jnp.sum(jnp.exp(p) * (p - q), axis=-1) for p, q in logs)
-    old_mean, old_log_std = jnp.split(old, 2, axis=-1)
-    mean, log_std = jnp.split(new, 2, axis=-1)
-    variances = jnp.exp(2 * old_log_std) + jnp.square(mean - old_mean)
-    return jnp.sum(log_std - old_log_std + 0.5 * (variances * jnp.exp(-2 * log_std) - 1), axis=-1)
 
   def update(self, state: TrainState, grads: Params, aux: Aux) -> TrainState:
     """Takes a step; the network before the phase stays."""

@@ -138,18 +138,13 @@ class VMPO(Algorithm):
     D is 1 for choices. For Gaussians it is 2: one divergence if only the mean changes, and one if
     only the deviations change (appendix C).
     """
-    choices = action_masks.choices_of(self.parts.spec)
-    if choices:
-      ends = [sum(choices[:i]) for i in range(1, len(choices))]
-      logs = [(jax.nn.log_softmax(p), jax.nn.log_softmax(q)) for p, q in zip(
-          jnp.split(old, ends, axis=-1), jnp.split(new, ends, axis=-1), strict=True)]
-      return sum(jnp.sum(jnp.exp(p) * (p - q), axis=-1, keepdims=True) for p, q in logs)
+    kl = self.parts.policy.kl
+    if action_masks.choices_of(self.parts.spec):
+      return kl(old, new)[..., None]
     old_mean, old_log_std = jnp.split(old, 2, axis=-1)
     mean, log_std = jnp.split(new, 2, axis=-1)
-    change = log_std - old_log_std
-    of_mean = 0.5 * jnp.square((mean - old_mean) * jnp.exp(-old_log_std))
-    of_std = change + 0.5 * (jnp.exp(-2 * change) - 1)
-    return jnp.stack([jnp.sum(of_mean, axis=-1), jnp.sum(of_std, axis=-1)], axis=-1)
+    return jnp.stack([kl(old, jnp.concatenate([mean, old_log_std], axis=-1)),
+                      kl(old, jnp.concatenate([old_mean, log_std], axis=-1))], axis=-1)
 
   def update(self, state: TrainState, grads: Params, aux: Aux) -> TrainState:
     """Takes a step, keeps the multipliers positive, and copies the network in time."""

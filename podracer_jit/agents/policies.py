@@ -35,6 +35,8 @@ class Policy(NamedTuple):
   # (key, dist_params, exploration [...]) -> action; replaces `sample` in policies whose amount of
   # exploration is an input
   explore: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = None
+  # (dist_params of P, those of Q) -> KL(P || Q) [...], nats
+  kl: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
 
 def categorical(num_actions: int) -> Policy:
@@ -50,11 +52,16 @@ def categorical(num_actions: int) -> Policy:
     log_pi = jax.nn.log_softmax(logits)
     return -jnp.sum(jnp.exp(log_pi) * log_pi, axis=-1)
 
+  def kl(logits, other_logits):
+    chex.assert_equal_shape([logits, other_logits])
+    log_p = jax.nn.log_softmax(logits)
+    return jnp.sum(jnp.exp(log_p) * (log_p - jax.nn.log_softmax(other_logits)), axis=-1)
+
   return Policy(
       num_actions, (), np.dtype(np.int32),
       lambda key, logits: jax.random.categorical(key, logits).astype(jnp.int32),
       lambda logits: jnp.argmax(logits, axis=-1).astype(jnp.int32),
-      log_prob, entropy, lambda action: action)
+      log_prob, entropy, lambda action: action, kl=kl)
 
 
 def product_of_categoricals(choices: Sequence[int]) -> Policy:
@@ -92,8 +99,12 @@ def product_of_categoricals(choices: Sequence[int]) -> Policy:
     return sum(element.entropy(part)
                for element, part in zip(elements, split(logits), strict=True))
 
+  def kl(logits, other_logits):
+    return sum(element.kl(*parts) for element, *parts in
+               zip(elements, split(logits), split(other_logits), strict=True))
+
   return Policy(ends[-1], (len(choices),), np.dtype(np.int32), sample, mode, log_prob, entropy,
-                lambda action: action)
+                lambda action: action, kl=kl)
 
 
 def _normal_log_prob(dist_params: jax.Array, action: jax.Array) -> jax.Array:
@@ -114,6 +125,16 @@ def _normal_entropy(dist_params: jax.Array) -> jax.Array:
   """Returns the entropy [...] of diagonal Gaussians, in nats."""
   log_std = jnp.split(dist_params, 2, axis=-1)[1]
   return jnp.sum(log_std + 0.5 * np.log(2 * np.pi * np.e), axis=-1)
+
+
+def _normal_kl(dist_params: jax.Array, other: jax.Array) -> jax.Array:
+  """Returns the KL divergence [...] of diagonal Gaussians from others, in nats."""
+  chex.assert_equal_shape([dist_params, other])
+  mean, log_std = jnp.split(dist_params, 2, axis=-1)
+  other_mean, other_log_std = jnp.split(other, 2, axis=-1)
+  z = (mean - other_mean) * jnp.exp(-other_log_std)
+  change = other_log_std - log_std
+  return jnp.sum(change + 0.5 * (jnp.exp(-2 * change) + jnp.square(z) - 1), axis=-1)
 
 
 def _scaling(low: np.ndarray, high: np.ndarray) -> Callable[[jax.Array], jax.Array]:
@@ -137,7 +158,7 @@ def gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
   return Policy(2 * size, (size,), np.dtype(np.float32), _normal_sample,
                 lambda dist_params: jnp.split(dist_params, 2, axis=-1)[0], _normal_log_prob,
                 _normal_entropy,
-                lambda action: jnp.clip(action, low, high))
+                lambda action: jnp.clip(action, low, high), kl=_normal_kl)
 
 
 def scaled_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:

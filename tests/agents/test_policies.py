@@ -40,6 +40,28 @@ def test_entropy_is_that_of_a_normal_distribution(name):
   assert_allclose(policy.entropy(DIST), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize('name', CONTINUOUS)
+def test_divergences_are_integrals_of_densities(name):
+  policy = policies.FAMILIES[name].make(LOW[:1], HIGH[:1])
+  p, q = np.float32([0.3, -0.4]), np.float32([-0.2, 0.5])
+  x = np.linspace(-8, 8, 20_001, dtype=np.float32)
+  log_p, log_q = (np.float64(policy.log_prob(np.broadcast_to(dist, (len(x), 2)), x[:, None]))
+                  for dist in (p, q))
+  assert_allclose(policy.kl(p, q), np.trapezoid(np.exp(log_p) * (log_p - log_q), x), rtol=1e-4)
+  assert_allclose(policy.kl(p, p), 0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize('policy, actions', [
+    (policies.categorical(4), np.arange(4, dtype=np.int32)),
+    (policies.product_of_categoricals((2, 3)),
+     np.int32([[i, j] for i in range(2) for j in range(3)]))])
+def test_divergences_are_sums_over_all_actions(policy, actions):
+  p, q = np.random.default_rng(0).normal(size=(2, policy.dist_size)).astype(np.float32)
+  log_p, log_q = (np.float64(policy.log_prob(np.broadcast_to(
+      dist, (len(actions), policy.dist_size)), actions)) for dist in (p, q))
+  assert_allclose(policy.kl(p, q), np.sum(np.exp(log_p) * (log_p - log_q)), rtol=1e-5)
+
+
 def test_entropy_of_tanh_gaussian_is_that_of_the_squashed_action():
   """Compares with the mean of -log p(tanh(u)) over drawn u; log p has the change of variables."""
   policy = policies.tanh_gaussian(LOW, HIGH)
