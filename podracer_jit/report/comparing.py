@@ -269,8 +269,8 @@ def identical(runs: Sequence[Run]) -> list[tuple[list[str], int, bool]]:
   """Returns sets of runs whose receipts are equal as far as both go.
 
   Returns:
-    For each set: the names of its runs, the longest first, the updates that all of them have, and whether they have
-    equally many.
+    For each set: the names of its runs, the longest first, the updates that all of them have, and
+    whether they have equally many.
   """
   # All receipts are read only of runs with the same first one.
   by_first: dict[tuple[str, str], list[Run]] = {}

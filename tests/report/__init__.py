@@ -1,0 +1,1 @@
+"""Tests of podracer_jit/report."""

@@ -1,0 +1,225 @@
+"""Reports of workdirs: whole, unfinished, failed, identical, unequally long, or a stranger's."""
+
+import csv
+import json
+import math
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from podracer_jit.cli.main import main
+from podracer_jit.report import comparing, findings, page, reading
+
+OLD = pathlib.Path(__file__).resolve().parents[1] / 'workdirs'
+
+
+def make(folder, *, task='CartPole-v1', seed=1, updates=40, total=40_000, rate=0.001,
+         algorithm='ppo', returns=lambda share: 500 * share, metrics=None,
+         batch='b'):
+  """Writes the files of a run that reports read, in the form that a training gives them."""
+  folder.mkdir(parents=True)
+  config = {'env': {'task': task}, 'loss': {'name': algorithm}, 'seed': seed, 'total_steps': total,
+            'optimizer': {'learning_rate': rate, 'kl_target': 0.0}, 'placement': {'auto': True}}
+  start = {'first_update': 1, 'host': 'here', 'commit': 'c0ffee',
+           'command': ['podracer_jit', '--config=ppo_cartpole', f'--workdir={folder}']}
+  (folder / 'config.json').write_text(json.dumps(
+      {'config': config, 'versions': {'podracer_jit': '0.9.0'}, 'starts': [start]}))
+  with (folder / 'metrics.jsonl').open('w') as file:
+    for update in range(1, updates + 1):
+      line = dict(update=update, steps=1000 * update, frames=4000 * update, sps=1000.0,
+                  elapsed_s=1.0 * update, wall_s=2.0 * update, episodes=5 * update,
+                  episode_return=returns(update / updates), cgd=7.5, gud=0.0, actor_wait_s=0.0,
+                  learner_wait_s=0.0, grad_norm=1.0, entropy=0.5, approx_kl=0.01, value_loss=2.0)
+      line |= {name: f(update / updates) for name, f in (metrics or {}).items()}
+      file.write(json.dumps(line) + '\n')
+  with (folder / 'receipts.jsonl').open('w') as file:
+    file.write(json.dumps({'segment': 0, 'first_update': 1, 'versions': {}, 'canary': 'abc',
+                           'placement': {'actor_devices': [0]}}) + '\n')
+    for update in range(1, updates + 1):
+      file.write(json.dumps({'update': update, 'batch': f'{batch}{update}',
+                             'params': f'{seed}{update}'}) + '\n')
+  return folder
+
+
+def report(folders, out):
+  assert main(['podracer_jit', 'report', *map(str, folders), f'--out={out}']) == 0
+  return (out / page.INDEX).read_text()
+
+
+def table(path):
+  return [*csv.DictReader(path.open())]
+
+
+@pytest.mark.quick
+def test_a_report_of_two_groups_and_two_tasks(tmp_path):
+  for seed in (1, 2, 3):
+    for rate, factor in ((0.001, 1.0), (0.01, 0.5)):
+      for task, top in (('Pong-v5', 14.6), ('Breakout-v5', 30.5)):
+        make(tmp_path / 'runs' / f'{task}{rate}{seed}', task=task, seed=seed, rate=rate,
+             batch=f'{task}{rate}', returns=lambda share, f=factor, top=top, s=seed:
+             share * f * top + 0.01 * s)
+  html = report([tmp_path / 'runs'], tmp_path / 'out')
+  # Everything is in the file.
+  assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|url\((?!#)|@import', html)
+  assert 'ppo, learning_rate 0.001' in html and 'human-normalised' in html
+  assert 'Cleanba PPO' in html and '18.07' in html  # published for Pong
+  assert html.count('<svg') >= 2 * 3 + 4 * 3 + 4 + 2
+  ids = re.findall(r'\bid="([^"]+)"', html)
+  assert len(set(ids)) == len(ids)
+  scores = {row['statistic']: row for row in table(tmp_path / 'out' / 'aggregates.csv')
+            if row['group'].endswith('0.001')}
+  # Both games end at the human's score and two hundredths: (1 + 0.02 / 35.3 + 1 + 0.02 / 28.8) / 2.
+  assert float(scores['Mean']['value']) == pytest.approx(1 + 0.01 / 35.3 + 0.01 / 28.8)
+  assert float(scores['Mean']['low']) < float(scores['Mean']['high'])
+  pictures = {path.name for path in (tmp_path / 'out' / page.FIGURES).glob('*.svg')}
+  assert {'curve-Pong-v5-steps.svg', 'curve-Pong-v5-frames.svg', 'curve-Pong-v5-wall.svg',
+          'aggregate-IQM-steps.svg', 'performance-profiles.svg'} <= pictures
+
+
+def test_a_page_of_one_run_explains_its_metrics(tmp_path):
+  metrics = {'entropy': lambda share: 0.5 * max(0, 0.8 - share),
+             'value_loss': lambda share: 10.0 ** (6 * share), 'my_term': lambda share: share}
+  html = report([make(tmp_path / 'run', metrics=metrics)], tmp_path / 'out')
+  assert 'Share of the variance' not in html  # this run has no explained_variance
+  assert 'Entropy of the policy' in html and 'Unusual in this run' in html
+  assert 'entropy is at 0' in html and 'value_loss explodes' in html
+  assert 'A term of the algorithm&#39;s own.' in html
+  assert '--workdir=' in html and 'c0ffee' in html
+
+
+@pytest.mark.parametrize('metrics, total, words', [
+    ({'approx_kl': lambda share: 0.2}, 40_000, 'approx_kl is large'),
+    ({'episodes': lambda share: 9}, 40_000, '9 episodes have ended'),
+    ({'grad_norm': lambda share: math.nan if share > 0.9 else 1.0}, 40_000,
+     'grad_norm is not a finite number'),
+    ({'learner_wait_s': lambda share: 0.8}, 40_000, 'the actors are the bottleneck'),
+    ({'explained_variance': lambda share: -1.0}, 40_000, 'no better than a constant'),
+    ({'clip_fraction': lambda share: 0.6}, 40_000, 'clip_fraction is 0.60'),
+])
+def test_what_is_unusual_is_said(tmp_path, metrics, total, words):
+  (run,) = reading.read([make(tmp_path / 'run', metrics=metrics, total=total)])
+  assert any(words in line for line in findings.findings(run))
+
+
+def test_a_usual_run_has_no_findings(tmp_path):
+  (run,) = reading.read([make(tmp_path / 'run')])
+  assert findings.findings(run) == []
+
+
+def test_unfinished_failed_single_and_unequal_runs_are_taken_and_said(tmp_path):
+  sweep = tmp_path / 'sweep'
+  make(sweep / 'seed=1', seed=1)
+  make(sweep / 'seed=2', seed=2, updates=10)  # too short to be compared
+  make(sweep / 'seed=3', seed=3, updates=30)
+  make(sweep / 'seed=4', seed=4, updates=35,
+       returns=lambda share: math.nan if share > 0.5 else 1.0)
+  (sweep / 'sweep.json').write_text(json.dumps({'members': [
+      {'name': 'seed=2', 'error': 'EnvironmentFailed: out <of> order', 'fields': {'seed': 2}},
+      {'name': 'seed=5', 'error': None, 'command': ['podracer_jit', '--config=x'],
+       'fields': {'seed': 5, 'env.task': 'CartPole-v1'}}]}))
+  runs = reading.read([sweep])
+  assert {run.name: run.state for run in runs} == {
+      'seed=1': 'finished', 'seed=2': 'failed', 'seed=3': 'stopped', 'seed=4': 'stopped',
+      'seed=5': 'not begun'}
+  comparison = comparing.compare(runs)
+  assert comparison.scales['CartPole-v1'].steps == 30_000  # where the shortest compared run ends
+  assert comparison.compared == {'seed=1', 'seed=3'}
+  html = report([sweep], tmp_path / 'out')
+  assert 'out &lt;of&gt; order' in html and '<of>' not in html
+  for words in ('1 run has failed', '1 run has not begun', 'compared at equal steps',
+                'its return is not finite', 'podracer_jit --config=x'):
+    assert words in html, words
+
+
+def test_identical_runs_are_named_and_count_once(tmp_path):
+  make(tmp_path / 'runs' / 'a', seed=1)
+  make(tmp_path / 'runs' / 'b', seed=1, updates=20, total=40_000)
+  make(tmp_path / 'runs' / 'c', seed=2)
+  runs = reading.read([tmp_path / 'runs'])
+  assert comparing.identical(runs) == [(['a', 'b'], 20, False)]
+  assert comparing.compare(runs).compared == {'a', 'c'}
+  assert 'a, b are identical to the last bit' in report([tmp_path / 'runs'], tmp_path / 'out')
+
+
+def test_names_and_values_of_a_stranger_are_escaped(tmp_path):
+  folder = make(tmp_path / 'runs' / '<script>alert(1)</script>'.replace('/', '_'),
+                task='"><img src=x onerror=alert(1)>$x$')
+  make(tmp_path / 'runs' / 'other', algorithm='</title><b>', task='T')
+  assert folder.exists()
+  html = report([tmp_path / 'runs'], tmp_path / 'out')
+  for bad in ('<script>', '<img src=x', '</title><b>'):
+    assert bad not in html
+  for picture in (tmp_path / 'out' / page.FIGURES).glob('*.svg'):
+    assert '<img' not in picture.read_text() and '<b>' not in picture.read_text()
+
+
+def test_damaged_files_are_read_as_far_as_they_go(tmp_path):
+  folder = make(tmp_path / 'runs' / 'a')
+  with (folder / 'metrics.jsonl').open('a') as file:
+    file.write('{"update": 41, "ste')
+  (folder / 'config.json').write_text('{')
+  make(tmp_path / 'runs' / 'b', updates=0)
+  (tmp_path / 'runs' / 'b' / 'receipts.jsonl').unlink()
+  a, b = reading.read([tmp_path / 'runs'])
+  assert a.steps == 40_000 and a.notes == ['config.json is missing or garbled']
+  assert b.state == 'not begun' and len(b.notes) == 2
+  assert 'config.json is missing or garbled' in report([tmp_path / 'runs'], tmp_path / 'out')
+
+
+@pytest.mark.parametrize('version', ['v0_6_0', 'v0_7_0'])
+def test_workdirs_of_earlier_versions_are_read(version, tmp_path):
+  runs = reading.read([OLD / version])
+  assert runs and all(run.steps and run.task != 'unknown task' for run in runs)
+  report([OLD / version], tmp_path / 'out')
+
+
+def test_a_report_starts_without_jax(tmp_path):
+  make(tmp_path / 'run')
+  code = ("import sys; from podracer_jit.cli.main import main\n"
+          f"assert main(['podracer_jit', 'report', {str(tmp_path / 'run')!r}, "
+          f"'--out={tmp_path / 'out'}']) == 0\nprint('jax' in sys.modules)")
+  done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=300)
+  assert done.stdout.splitlines()[-1:] == ['False'], done.stderr
+
+
+def test_without_the_extra_a_line_says_what_to_install(tmp_path, monkeypatch, capsys):
+  make(tmp_path / 'run')
+  monkeypatch.setitem(sys.modules, 'podracer_jit.report.page', None)
+  monkeypatch.delitem(sys.modules, 'podracer_jit.report.page')
+  monkeypatch.setitem(sys.modules, 'jinja2', None)  # its import fails
+  assert main(['podracer_jit', 'report', str(tmp_path / 'run'), f'--out={tmp_path / "out"}']) == 2
+  assert 'extra report' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('args, words', [
+    ([], 'a folder is needed'), (['nowhere'], 'does not exist'), (['.'], 'there is no run'),
+    (['run', '--out=run'], 'is a workdir')])
+def test_wrong_arguments_are_refused(args, words, tmp_path, monkeypatch, capsys):
+  make(tmp_path / 'folder' / 'run')
+  monkeypatch.chdir(tmp_path / ('folder' if 'run' in args else '.'))
+  if args == ['.']:
+    monkeypatch.chdir(tmp_path / 'folder' / 'run')
+    (tmp_path / 'empty').mkdir()
+    args = [str(tmp_path / 'empty')]
+  assert main(['podracer_jit', 'report', *args]) == 2
+  assert words in capsys.readouterr().err
+
+
+def test_a_page_that_would_be_too_large_leaves_figures_to_files(tmp_path, monkeypatch):
+  for k in range(3):
+    make(tmp_path / 'runs' / f'{k}', task=f'task{k}', batch=f'{k}')
+  monkeypatch.setattr(page, 'MOST_BYTES', 170_000)
+  html = report([tmp_path / 'runs'], tmp_path / 'out')
+  assert len(html.encode()) <= 170_000
+  assert 'too large' in html
+  assert (tmp_path / 'out' / page.FIGURES / 'curve-task2-wall.svg').exists()
+
+
+def test_long_metrics_are_sampled_with_their_last_line(tmp_path):
+  (run,) = reading.read([make(tmp_path / 'run', updates=2500, total=2_500_000)])
+  assert len(run.column('steps')) <= 1000
+  assert run.steps == 2_500_000 and np.isfinite(run.column('episode_return')).all()
