@@ -89,8 +89,7 @@ def test_wandb_has_one_run_with_config_metrics_evaluations_and_video(offline, tm
   assert len(videos) == sum('video' in line for line in evaluations) > 0
 
 
-def test_trackio_has_one_run_with_config_metrics_and_evaluations(tmp_path, monkeypatch):
-  """It runs where trackio is installed; `scripts/test` does not install it, as it needs gradio."""
+def test_trackio_has_one_run_with_config_metrics_evaluations_and_video(tmp_path, monkeypatch):
   trackio = pytest.importorskip('trackio')
   monkeypatch.setenv('TRACKIO_DIR', str(tmp_path / 'trackio'))
   monkeypatch.setattr(trackers, 'TRACKED_S', 0.0)
@@ -101,6 +100,19 @@ def test_trackio_has_one_run_with_config_metrics_and_evaluations(tmp_path, monke
   (run,) = trackio.Api().runs('podracer_jit')
   assert run.name == json.loads((workdir / trackers.RUNS).read_text())['trackio']
   assert run.config['env']['task'] == 'Catch-v0'
+
+  from trackio.sqlite_storage import SQLiteStorage
+  points = SQLiteStorage.get_logs('podracer_jit', run.name)
+  lines = journal.read_lines(workdir / journal.METRICS)
+  shown = {(point['step'], point['losses/value_loss']) for point in points
+           if 'losses/value_loss' in point}
+  assert shown == {(line['steps'], line['baseline_loss']) for line in lines}
+  evaluations = journal.read_lines(workdir / 'evaluations.jsonl')
+  assert {(point['step'], point['eval/episodic_return']) for point in points
+          if 'eval/episodic_return' in point} == {
+              (line['steps'], line['mean']) for line in evaluations}
+  assert sum('eval/video' in point for point in points) == sum(
+      'video' in line for line in evaluations) > 0
 
 
 class Own(trackers.Tracker):
