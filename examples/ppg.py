@@ -120,7 +120,7 @@ def get_config(arg: str = ''):
   config.num_minibatches = 8
   config.normalise.reward = True
   config.loss.policy_updates = 8
-  config.total_steps = 10_000 if 'smoke' in experiment.arguments(arg, 'smoke') else 400_000
+  config.total_steps = 10_000 if 'smoke' in experiment.arguments(arg, 'smoke') else 200_000
   config.optimizer.learning_rate = 1e-3
   config.optimizer.anneal = False
   return config

@@ -39,13 +39,13 @@ def _case():
       loss__extrinsic_coef=1.7, loss__intrinsic_coef=0.6, loss__value_coef=0.4,
       loss__predictor_share=0.5)).algorithm.at(counters.zero(1000))
   state = algorithm.first_state(jax.random.key(0), jax.random.key(1))
-  rng = np.random.default_rng(0)
+  rng = np.random.default_rng(1)
   moments = {'obs': Moments(*map(np.float32, (10, rng.normal(size=4), 10 * rng.random(4)))),
              'intrinsic_return': Moments(*map(np.float32, (10, 0.3, 2.5)))}
   state = state._replace(params=state.params | {'moments': moments})
   ends = [reference.random_ends(rng, T, carried=env == 1) for env in range(N)]
   terminated, truncated, valid = (np.stack(x, axis=1) for x in zip(*ends, strict=True))
-  assert not valid.all()
+  assert terminated[:-1].any() and truncated[:-1].any() and not valid.all()
   extras = {'log_prob': np.float32(-rng.random((T, N))),
             'value': np.float32(rng.normal(size=(T, N)))}
   return algorithm, state, Rollout(
