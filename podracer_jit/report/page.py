@@ -731,7 +731,7 @@ def _runs(comparison: Comparison, runs: Sequence[Run], unusual: Mapping[str, Seq
     resumed = [f'{len(run.starts)} starts'] if len(run.starts) > 1 else []
     looks = '; '.join([*changed, *resumed, *unusual[run.name]])
     of = f' of {run.total:,}' if run.total else ''
-    rows.append([run.name, group_of[run.name], run.task, shown(run.seed), run.state,
+    rows.append([run.name, group_of.get(run.name, ''), run.task, shown(run.seed), run.state,
                  f'{run.steps:,}{of}', _value(_last(run, comparing.RETURN)),
                  f'{_last(run, "episodes"):,.0f}' if 'episodes' in run.metrics else '-',
                  looks or '-'])
@@ -791,7 +791,7 @@ def _csvs(comparison: Comparison, runs: Sequence[Run], content: Mapping[str, Any
       'runs.csv': _csv(
           ['run', 'group', 'task', 'seed', 'state', 'steps', 'total_steps', 'episodes',
            'last_return', 'compared', 'workdir'],
-          [[run.name, group_of[run.name], run.task, run.seed, run.state, run.steps, run.total,
+          [[run.name, group_of.get(run.name, ''), run.task, run.seed, run.state, run.steps, run.total,
             _last(run, 'episodes'), _last(run, comparing.RETURN), run.name in comparison.compared,
             run.path] for run in runs]),
       'curves.csv': _csv(
@@ -827,6 +827,6 @@ def _points(runs: Sequence[Run], group_of: Mapping[str, str]) -> Iterator[list[A
     known = np.flatnonzero(np.isfinite(returns))
     every = max(1, -(-len(known) // 500))
     for k in known[::-1][::every][::-1]:
-      yield [run.name, group_of[run.name], run.task, run.seed, int(run.column('update')[k]),
+      yield [run.name, group_of.get(run.name, ''), run.task, run.seed, int(run.column('update')[k]),
              int(run.column('steps')[k]), *(round(float(run.column(name)[k]), 3) for name in (
                  'frames', 'wall_s')), round(float(returns[k]), 6)]
