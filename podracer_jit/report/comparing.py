@@ -154,7 +154,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
   A run that ended before half the steps of the longest run of its group and task is left out, lest
   all others are compared where it broke off. So is a run whose return is not finite in the end.
   """
-  groups = grouped([run for run in runs if run.config])  # others have not begun
+  groups = grouped([run for run in runs if run.algorithm])  # others have not begun
   copies = {name: names[0] for names, *_ in identical(runs) for name in names[1:]}
   compared: dict[tuple[str, str], list[Run]] = {}
   left_out: list[str] = []

@@ -791,9 +791,9 @@ def _csvs(comparison: Comparison, runs: Sequence[Run], content: Mapping[str, Any
       'runs.csv': _csv(
           ['run', 'group', 'task', 'seed', 'state', 'steps', 'total_steps', 'episodes',
            'last_return', 'compared', 'workdir'],
-          [[run.name, group_of.get(run.name, ''), run.task, run.seed, run.state, run.steps, run.total,
-            _last(run, 'episodes'), _last(run, comparing.RETURN), run.name in comparison.compared,
-            run.path] for run in runs]),
+          [[run.name, group_of.get(run.name, ''), run.task, run.seed, run.state, run.steps,
+            run.total, _last(run, 'episodes'), _last(run, comparing.RETURN),
+            run.name in comparison.compared, run.path] for run in runs]),
       'curves.csv': _csv(
           ['run', 'group', 'task', 'seed', 'update', 'steps', 'frames', 'wall_s', 'return'],
           _points(runs, group_of)),
