@@ -44,14 +44,14 @@ def test_help_lists_the_verbs_before_the_flags(capsys):
 
 def test_every_verb_has_a_module_and_every_module_a_verb():
   modules = {path.stem for path in Path(main.__file__).parent.glob('[!_]*.py')}
-  assert modules - {'main', 'arguments', 'deep', 'remake'} == set(main.VERBS)
+  assert modules - {'main', 'arguments', 'deep', 'remake', 'runs'} == set(main.VERBS)
 
 
 @pytest.mark.parametrize('word, message', [
     ('evalute', 'evalute: no such command; did you mean evaluate?'),
     ('Rerun', 'Rerun: no such command; did you mean rerun?'),
-    ('zzz', 'zzz: no such command; there are train, evaluate, export, compare, rerun, '
-            'launch, configs, envs, metrics'),
+    ('zzz', 'zzz: no such command; there are train, evaluate, export, compare, report, rerun, '
+            'sweep, launch, configs, envs, metrics'),
     ('configs/impala_catch.py', 'configs/impala_catch.py: no such command; to train with this '
                                 'config: podracer_jit --config=configs/impala_catch.py')])
 def test_an_unknown_verb_gives_one_line_and_exit_code_2(word, message, capsys):

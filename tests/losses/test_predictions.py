@@ -44,17 +44,15 @@ def test_without_a_valid_row_it_is_0():
   assert sums.explained_variance(jnp.float32(1)) == 0
 
 
-@pytest.mark.parametrize('loss', ['ppo', 'impala'])
-def test_runs_have_it_for_any_number_of_parts(loss):
-  """A run in two groups and microbatches of one sequence sums up the same rows."""
-  def shares(**fields):
-    _, reports, _ = run(changed(small(loss), **fields), updates=2)
-    return np.concatenate([np.asarray(report.metrics['explained_variance'])[:report.count]
-                           for report in reports])
+@pytest.mark.parametrize('loss, parts', [
+    # PPO's values are those of acting, so the minibatches make no difference either.
+    ('ppo', dict(num_grad_shards=2, microbatch_rows=8)), ('impala', dict(microbatch_rows=9))])
+def test_runs_have_it_for_any_number_of_parts(loss, parts):
+  """Groups and microbatches sum up the same rows in the first update."""
+  def share(**fields):
+    _, (report,), _ = run(changed(small(loss), **fields), updates=1)
+    return float(report.metrics['explained_variance'][0])
 
-  whole = shares()
-  assert whole.shape == (2,) and np.all(np.isfinite(whole)) and np.all(whole <= 1)
-  parts = shares(num_grad_shards=2, microbatch_rows=9) if loss == 'impala' else shares(
-      microbatch_rows=8)
-  # The first update is made of equal rollouts and parameters.
-  assert_allclose(parts[0], whole[0], rtol=1e-3, atol=1e-4)
+  whole = share()
+  assert np.isfinite(whole) and whole <= 1
+  assert_allclose(share(**parts), whole, rtol=1e-3, atol=1e-4)
