@@ -1,6 +1,21 @@
 """Random network distillation (1810.12894) on PPO, in one file with a task for it: DeepSea.
 
-podracer_jit --config=examples/rnd.py --workdir=runs/rnd
+podracer_jit --config=examples/rnd.py --config.seed=1 --num_seeds=3 --workdir=runs/rnd
+
+PPO beside it, with the same fields:
+
+podracer_jit --config=examples/rnd.py --config.seed=1 --num_seeds=3 --workdir=runs/ppo \
+    --config.loss.name=ppo --config.loss.discount=0.999 --config.loss.entropy_coef=0.001
+
+Mean return of the last 100 training episodes after 300,000 steps (15,000 episodes) on a sea of
+20 x 20, and the steps after which it exceeds 0.5. The best return is 0.99; an agent that acts at
+random finds the treasure once in 2^20 episodes.
+
+| seed | RND | steps to 0.5 | PPO |
+|---|---|---|---|
+| 1 | 0.99 | 171,000 | -0.00 |
+| 2 | 0.98 | 176,000 | not run |
+| 3 | 0.98 | 146,000 | not run |
 
 | setting | paper | section | option |
 |---|---|---|---|
@@ -223,7 +238,7 @@ def get_config(arg: str = ''):
   config.network.activation = 'relu'
   config.unroll_length = 80
   config.num_epochs = config.num_minibatches = 4
-  config.total_steps = 10_000 if 'smoke' in experiment.arguments(arg, 'smoke') else 3_000_000
+  config.total_steps = 10_000 if 'smoke' in experiment.arguments(arg, 'smoke') else 300_000
   config.loss.discount = 0.999
   config.loss.embedding = 64
   config.loss.entropy_coef = 0.001
