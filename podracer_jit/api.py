@@ -31,7 +31,7 @@ from podracer_jit.runtime import host
 from podracer_jit.runtime.output import complain
 from podracer_jit.training import crew, evaluator, opening, profiling, sinks, stopping, trainer
 from podracer_jit.training.sinks import Callback
-from podracer_jit.workdir import journal
+from podracer_jit.workdir import checkpoints, journal
 from podracer_jit.workdir.workdir import make_request
 
 _logger = logging.getLogger(__name__)
@@ -100,16 +100,17 @@ class Trained:
   @property
   def update(self) -> int:
     """Updates done."""
-    return self.metrics[-1]['update']
+    return checkpoints.saved_updates(self.workdir)[-1]
 
   @property
   def steps(self) -> int:
     """Valid agent steps learned from."""
-    return self.metrics[-1]['steps']
+    steps = checkpoints.steps_of(self.workdir, self.update)
+    return self.metrics[-1]['steps'] if steps is None else steps
 
   @functools.cached_property
   def metrics(self) -> list[dict[str, Any]]:
-    """The metrics of all updates of the run, in order, as in metrics.jsonl."""
+    """The metrics of updates of the run, in order, as in metrics.jsonl."""
     return journal.read_lines(self.workdir / journal.METRICS)
 
   @functools.cached_property

@@ -34,14 +34,16 @@ _RUN = _by_name(
     *_AXES,
     Metric('frames', 'charts/frames', 'frames of simulators: steps times the frame skip', 'frames',
            ''),
-    Metric('sps', 'charts/SPS', 'valid steps a second, over the last 10 seconds of training',
+    Metric('sps', 'charts/SPS', 'valid steps a second, over the updates of the last 10 seconds; '
+           'the first update of a command or a segment counts alone, as it may include compilation',
            'steps/s', 'falls: the machine is shared, or episodes or evaluations became slower; '
            '`python -m benchmarks.parts` measures each part'),
-    Metric('elapsed_s', 'time/elapsed_s', 'time of updates, without starts, saves and pauses', 's',
-           ''),
-    Metric('wall_s', 'time/wall_s', 'time in which commands worked on the run: with imports, '
-           'compilation and saves', 's', 'far above time/elapsed_s: most time goes into starts '
-           'and saves'),
+    Metric('elapsed_s', 'time/elapsed_s', 'time of training, over all commands: with saves and the '
+           "compilation of the learner's program, without the start of environments and their "
+           'replay', 's', ''),
+    Metric('wall_s', 'time/wall_s', 'all time since the command began, with imports, compilation, '
+           'replays, saves and pauses; a command that resumes the run adds to that of its '
+           'checkpoint', 's', 'far above time/elapsed_s: most time goes into starts'),
     Metric('episode_return', 'charts/episodic_return', 'mean return of the last `log.window` '
            'episodes of training, with unclipped rewards; absent before the first has ended',
            'reward', 'flat for long: nothing is learned, or rewards are rare'),
@@ -54,7 +56,7 @@ _RUN = _by_name(
     Metric('learner_wait_s', 'time/learner_wait_s', 'time that the learner waited for actors in '
            'the update', 's', 'most of an update: the actors are the bottleneck'),
     Metric('eval_wait_s', 'time/eval_wait_s', 'time that training waited for an evaluation since '
-           'the update before', 's', 'above 0: evaluations take longer than the time between '
+           'the line before', 's', 'above 0: evaluations take longer than the time between '
            'them; let them be rarer or shorter (`eval`)'),
     Metric('cgd', 'charts/CGD', 'collection-to-gradient delay (2007.02622): how many gradient '
            'steps the policy is older than the gradient', 'gradient steps', 'grows: actors fall '
@@ -168,6 +170,8 @@ EVALUATIONS: Mapping[str, Metric] = _by_name(
            ''),
     Metric('human_normalised', 'eval/human_normalised', 'mean of (return - random) / (human - '
            'random), of Atari games (1507.04296)', '', ''),
+    Metric('video', 'eval/video', 'video of a further episode, relative to the workdir '
+           '(`eval.video_every`)', 'path', ''),
     Metric('error', '', 'a line about why there is no mean', 'text', 'present'))
 
 TABLE: Mapping[str, Metric] = UPDATES | EVALUATIONS

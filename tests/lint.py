@@ -17,7 +17,7 @@ from podracer_jit import experiment
 from podracer_jit.cli import main as commands
 from podracer_jit.losses import ALGORITHMS
 from podracer_jit.schemes.table import SCHEMES
-from tests import rooms, same_bits
+from tests import metrics_table, rooms, same_bits
 from tests.rooms import ORDER, PACKAGE, ROOT, TIER_OF, TIERS, imported, inside, room
 
 Trees = Mapping[str, ast.Module]  # of the package's modules, by name
@@ -258,6 +258,9 @@ def generated() -> Iterator[str]:
   path = ROOT / 'docs' / 'exactness.md'
   if not all(table in path.read_text() for table in same_bits.tables()):
     yield f'{path}: a table is out of date; python -m tests.same_bits prints them'
+  path = ROOT / 'docs' / 'metrics.md'
+  if not all(table in path.read_text() for table in metrics_table.tables()):
+    yield f'{path}: a table is out of date; python -m tests.metrics_table prints them'
 
 
 def tests_of_promises() -> Iterator[str]:

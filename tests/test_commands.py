@@ -51,7 +51,7 @@ def test_every_verb_has_a_module_and_every_module_a_verb():
     ('evalute', 'evalute: no such command; did you mean evaluate?'),
     ('Rerun', 'Rerun: no such command; did you mean rerun?'),
     ('zzz', 'zzz: no such command; there are train, evaluate, export, compare, rerun, '
-            'launch, configs, envs'),
+            'launch, configs, envs, metrics'),
     ('configs/impala_catch.py', 'configs/impala_catch.py: no such command; to train with this '
                                 'config: podracer_jit --config=configs/impala_catch.py')])
 def test_an_unknown_verb_gives_one_line_and_exit_code_2(word, message, capsys):

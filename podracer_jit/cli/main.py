@@ -26,6 +26,7 @@ VERBS = {
     'launch': 'train with several processes on this machine',
     'configs': 'list the configs of the package',
     'envs': 'list the tasks of all kinds of environments',
+    'metrics': 'list all metrics: meaning, unit, what is unusual, both names',
 }
 MOVED = {'benchmark': 'benchmarks.parts', 'tune': 'benchmarks.tune'}
 HELP = """Trains, or runs a verb:

@@ -106,6 +106,10 @@ class EvalOptions:
   greedy: bool = option(False, 'take the most likely action instead of drawing one')
   max_steps: int = option(108_000, 'most steps of an episode; a longer episode ends the evaluation',
                          at_least=1, at_most=INT32_MAX)
+  video_every: int = option(
+      0, '0: none; n: of the first evaluation, each n-th one after it, and the last one, a further '
+      'episode becomes a video in the folder videos of the workdir', at_least=0,
+      at_most=INT32_MAX)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +118,16 @@ class LogOptions:
 
   every_seconds: float = option(10.0, 'seconds between two progress lines, without a terminal',
                                 above=0, at_most=1e6)
+  every_updates: int = option(
+      1, 'n: metrics.jsonl has a line of each n-th update, and of the last one; its returns and '
+      'lengths are over all episodes since the line before; receipts.jsonl has all updates',
+      at_least=1, at_most=INT32_MAX)
   window: int = option(100, 'episodes over which returns and lengths are averaged', at_least=1,
                       at_most=1_000_000)
   tensorboard: bool = option(True, 'write events for TensorBoard')
+  tracker: str = option(
+      'none', 'wandb or trackio: show the run there, too; each needs the extra of its name',
+      choices=('none', 'wandb', 'trackio'))
 
 
 class Choice(NamedTuple):
@@ -388,6 +399,10 @@ class Experiment(TrainingOptions):
   def items(self) -> Items:
     """The elements of minibatches, or of a replay."""
     return self.algorithm.items()
+
+  def logs(self, update: int, steps: int) -> bool:
+    """Returns whether metrics.jsonl has a line of an update, after which `steps` are done."""
+    return update % self.log.every_updates == 0 or steps >= self.total_steps
 
   @property
   def group_items(self) -> int:

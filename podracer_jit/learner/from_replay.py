@@ -211,11 +211,8 @@ class FromReplay:
       """
       # Without gradient steps all sums are 0, and so must be the means.
       drawn = jnp.maximum(count * batch_size, 1)
-      aux = sums['aux']
       gradient_steps = state.target.gradient_steps
-      valid = jnp.maximum(aux.valid, 1.0)
-      terms = {name: total / valid for name, total in aux.terms.items()}
-      return terms | updates.logged(self.algorithm, state) | dict(
+      return sums['aux'].metrics() | updates.logged(self.algorithm, state) | dict(
           sampled_age=sums['sampled_age'] / drawn,
           grad_norm=sums['grad_norm'] / jnp.maximum(count, 1),
           param_norm=optax.tree.norm(state.params),

@@ -284,10 +284,9 @@ def finish(algorithm: Algorithm, state: TrainState, batch_stats: Metrics,
       state: as `updates.view` returns it.
     """
     aux = jax.tree.map(jnp.sum, aux)
-    rows = jnp.maximum(aux.valid, 1.0)
     options = updates.logged(algorithm, state)
     options['learning_rate'] = options['learning_rate'] * kl_factor
-    return {name: total / rows for name, total in aux.terms.items()} | options | dict(
+    return aux.metrics() | options | dict(
         grad_norm=jnp.mean(grad_norm), param_norm=optax.tree.norm(weights))
 
   metrics = means(*steps, running_moments.weights(state.params),

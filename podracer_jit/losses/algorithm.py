@@ -82,12 +82,45 @@ class Batch(NamedTuple):
   statistics: Any  # of the whole minibatch
 
 
+class Predictions(NamedTuple):
+  """Sums over valid rows that tell how well a critic predicts its targets, [] f32 each."""
+
+  error: jax.Array  # target - value
+  squared_error: jax.Array
+  target: jax.Array
+  squared_target: jax.Array
+
+  @classmethod
+  def of(cls, value: jax.Array, target: jax.Array, valid: jax.Array) -> Predictions:
+    """Returns the sums for values and targets that are shaped like `valid`, a bool array."""
+    chex.assert_equal_shape([value, target, valid])
+    error = target - value
+    return cls(*(jnp.sum(jnp.where(valid, x, 0.0)) for x in (
+        error, jnp.square(error), target, jnp.square(target))))
+
+  def explained_variance(self, rows: jax.Array) -> jax.Array:
+    """Returns 1 - Var(target - value) / Var(target), [] f32; 0 if the targets are equal.
+
+    Args:
+      rows: number of valid rows, at least 1.
+    """
+    def variance(total, squared):
+      return jnp.maximum(squared / rows - jnp.square(total / rows), 0.0)
+
+    of_targets = variance(self.target, self.squared_target)
+    # A difference of float32 sums that is smaller than this is rounding.
+    is_known = of_targets > 1e-6 * self.squared_target / rows
+    share = variance(self.error, self.squared_error) / jnp.where(is_known, of_targets, 1.0)
+    return jnp.where(is_known, 1.0 - share, 0.0)
+
+
 class Aux(NamedTuple):
   """Results of a loss beside its value."""
 
   terms: Metrics  # sums over the valid rows (or items) of the microbatch; logged as means
   valid: jax.Array  # [] f32: number of these rows
   priority: jax.Array | None = None  # [N] f32: new priorities of the items of a replay
+  predictions: Predictions | None = None  # of a critic; logged as 'explained_variance'
 
   @classmethod
   def of(cls, terms: Mapping[str, jax.Array], valid: jax.Array) -> Aux:
@@ -95,6 +128,14 @@ class Aux(NamedTuple):
     chex.assert_equal_shape([valid, *terms.values()])
     mask = valid.astype(jnp.float32)
     return cls({name: jnp.sum(mask * term) for name, term in terms.items()}, jnp.sum(mask))
+
+  def metrics(self) -> Metrics:
+    """Returns the metrics of an update, from sums over all its gradient steps."""
+    rows = jnp.maximum(self.valid, 1.0)
+    means = {name: total / rows for name, total in self.terms.items()}
+    if self.predictions is None:
+      return means
+    return means | {'explained_variance': self.predictions.explained_variance(rows)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import rlax
 
 from podracer_jit.agents.policies import Policy
-from podracer_jit.losses.algorithm import Algorithm, Aux, Batch
+from podracer_jit.losses.algorithm import Algorithm, Aux, Batch, Predictions
 from podracer_jit.options import option
 from podracer_jit.types import Params, TrainState, discounts
 
@@ -33,15 +33,16 @@ class IMPALA(Algorithm):
     del state, key
     rollout = batch.items
     dist_params, value = self.unroll(params, rollout)
-    per_sequence = jax.vmap(lambda *a: impala_loss(
+    per_sequence = jax.vmap(lambda *a: _loss_and_targets(
         *a, self.parts.policy, vtrace_lambda=self.vtrace_lambda, clip_rho=self.clip_rho,
         clip_pg_rho=self.clip_pg_rho, baseline_coef=self.baseline_coef,
-        entropy_coef=self.entropy_coef), in_axes=1)
-    loss, terms = per_sequence(
+        entropy_coef=self.entropy_coef), in_axes=1, out_axes=(0, 0, 1))
+    loss, terms, value_target = per_sequence(
         dist_params[:-1], value, rollout.action, rollout.extras['log_prob'], rollout.reward,
         discounts(rollout, self.discount), rollout.valid)
     valid = jnp.sum(rollout.valid.astype(jnp.float32))
-    return jnp.sum(loss), Aux(jax.tree.map(jnp.sum, terms), valid)
+    predictions = Predictions.of(jax.lax.stop_gradient(value[:-1]), value_target, rollout.valid)
+    return jnp.sum(loss), Aux(jax.tree.map(jnp.sum, terms), valid, predictions=predictions)
 
 
 def impala_loss(
@@ -84,6 +85,15 @@ def impala_loss(
   Raises:
     AssertionError: the shapes differ from those above (chex).
   """
+  return _loss_and_targets(
+      dist_params, value, action, behaviour_log_prob, r_t, discount_t, valid, policy,
+      vtrace_lambda=vtrace_lambda, clip_rho=clip_rho, clip_pg_rho=clip_pg_rho,
+      baseline_coef=baseline_coef, entropy_coef=entropy_coef)[:2]
+
+
+def _loss_and_targets(dist_params, value, action, behaviour_log_prob, r_t, discount_t, valid,
+                      policy, *, vtrace_lambda, clip_rho, clip_pg_rho, baseline_coef, entropy_coef):
+  """Returns the results of `impala_loss`, and the targets of the values, [T] f32."""
   chex.assert_type(valid, bool)
   chex.assert_shape(dist_params, (len(r_t), policy.dist_size))
   chex.assert_shape(action, (len(r_t), *policy.action_shape))
@@ -104,4 +114,4 @@ def impala_loss(
       'rho': jnp.sum(rho)}
   loss = (loss_terms['policy_loss'] + baseline_coef * loss_terms['baseline_loss']
           - entropy_coef * loss_terms['entropy'])
-  return loss, loss_terms
+  return loss, loss_terms, jax.lax.stop_gradient(vtrace.errors + value[:-1])

@@ -13,7 +13,7 @@ import rlax
 from podracer_jit.agents import running_moments
 from podracer_jit.agents.policies import Policy
 from podracer_jit.envs import frames
-from podracer_jit.losses.algorithm import Algorithm, Aux, Batch
+from podracer_jit.losses.algorithm import Algorithm, Aux, Batch, Predictions
 from podracer_jit.losses.items import Items, environments, rows
 from podracer_jit.options import option
 from podracer_jit.types import Params, Rollout, TrainState, discounts
@@ -133,7 +133,10 @@ class PPO(Algorithm):
     loss, terms = ppo_loss(
         *(x.reshape(-1, *x.shape[2:]) for x in of_rows), self.parts.policy, clip=self.clip,
         clip_value=self.clip_value, value_coef=self.value_coef, entropy_coef=self.entropy_coef)
-    return loss / batch.count, Aux(terms, jnp.sum(rollout.valid.astype(jnp.float32)))
+    predictions = Predictions.of(
+        rollout.extras['value'], batch.targets['value_target'], rollout.valid)
+    return loss / batch.count, Aux(terms, jnp.sum(rollout.valid.astype(jnp.float32)),
+                                   predictions=predictions)
 
 
 def gae(

@@ -54,13 +54,15 @@ def chosen_path(name: str, video: str | Path, folder: Path) -> Path:
   return Path(video)
 
 
-def film(player: evaluation.Player, path: Path, settings: evaluation.Settings) -> Film:
+def film(player: evaluation.Player, path: Path, settings: evaluation.Settings,
+         check: Callable[[], None] = lambda: None) -> Film:
   """Films an episode: the first one of one environment more than an evaluation has.
 
   Args:
     player: the policy that plays, and its task.
     path: the path of the video; its suffix is .mp4 or .gif.
     settings: of the evaluation.
+    check: called before each step; an error that it raises ends the film, and leaves no file.
 
   Raises:
     ValueError: the task cannot be rendered, and its observations are no pictures either; or what
@@ -81,6 +83,7 @@ def film(player: evaluation.Player, path: Path, settings: evaluation.Settings) -
     with _encoder(path, (first.shape[1], first.shape[0]), rate) as out:
       out.write(first)
       while not ended:
+        check()
         state, episodes = program(player.params, state)
         ended, episode_return, length = (x.item() for x in jax.device_get(episodes[:3]))
         evaluation.bound(length, settings.max_steps)

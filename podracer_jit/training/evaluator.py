@@ -23,6 +23,7 @@ from podracer_jit.types import TrainState
 from podracer_jit.workdir import checkpoints, files, journal
 
 NAME = 'evaluations.jsonl'
+VIDEOS = 'videos'  # a folder of a workdir, with UPDATE.mp4 of evaluations
 # Seconds that an evaluation has to end; nothing can interrupt an environment's step.
 _GRACE_S = 30.0
 _POLL_S = 0.1
@@ -273,6 +274,8 @@ class Evaluator(Sink):
       best = best_of([*self._records, record]) == player.update
       outcome = (f'failed: {record["error"]}' if 'error' in record else
                  f'return {record["mean"]:.2f}' + (', the best so far' if best else ''))
+      if self._is_filmed(player):
+        outcome += self._film(player, settings, record)
     record['seconds'] = time.monotonic() - began_s
     files.append_line(self._workdir / NAME, json.dumps(record))
     # A new list, because another thread may be reading the old one.
@@ -280,6 +283,30 @@ class Evaluator(Sink):
     line = f'evaluation of update {player.update:,} ({options.num_episodes} episodes): {outcome}'
     self._print(line)
     return record, line
+
+  def _is_filmed(self, player: evaluation.Player) -> bool:
+    """Returns whether an evaluation has a video: each n-th one from the first, and the last one."""
+    every = self._options.video_every
+    is_final = player.steps >= self._run.experiment.total_steps
+    return bool(every) and (len(self._records) % every == 0 or is_final)
+
+  def _film(self, player: evaluation.Player, settings: evaluation.Settings, record: Record) -> str:
+    """Films an episode and adds its path to the record; returns the end of the line about it.
+
+    A task that cannot be filmed is evaluated all the same.
+    """
+    from podracer_jit.play import video  # only runs with videos need it
+    path = self._workdir / VIDEOS / f'{player.update}.mp4'
+    try:
+      files.make_folder(path.parent)
+      film = video.film(player, path, settings, lambda: self._check_cancelled(0))
+    except _Cancelled:
+      raise
+    except Exception as error:  # noqa: BLE001 - an environment may raise anything
+      message = environment_failure(error) or f'{type(error).__name__}: {error}'
+      return f'; {shorten(message, 200)}'
+    record['video'] = f'{VIDEOS}/{path.name}'
+    return f'; {record["video"]} shows an episode of return {film.episode_return:.2f}'
 
   def _result_of(self, task: _Task) -> tuple[Record, str] | None:
     """Waits for an evaluation; returns None if a stop ends the wait.

@@ -32,10 +32,10 @@ from podracer_jit.training.sinks import (
   Sinks,
   Standstill,
   Start,
-  TensorBoard,
   closing,
 )
-from podracer_jit.workdir import actions, checkpoints, record
+from podracer_jit.training.trackers import TRACKERS, TensorBoard
+from podracer_jit.workdir import actions, checkpoints, journal, record
 
 _LONG_REPLAY_S = 600.0  # above which a replay is worth a warning
 # After so many segments in which no episode has ended, the run says so.
@@ -164,11 +164,13 @@ class Lane:
     if is_first:
       self._cut_actions()
     if is_first and not self.is_finished:
-      journals = Journals(self.workdir, self.update)
+      journals = Journals(self.workdir, self.update, experiment.logs)
       sinks.append(journals)
       problems = journals.problems
       if experiment.log.tensorboard:
         sinks.append(TensorBoard(self.workdir, self.update, self.steps))
+      if experiment.log.tracker in TRACKERS:
+        sinks.append(TRACKERS[experiment.log.tracker](self.workdir, self.update))
     sinks.append(Finite())
     self._sinks = Sinks([*sinks, *users])
     for problem in problems:
@@ -198,7 +200,9 @@ class Lane:
       segment: its index.
       fields: further fields of its header in the receipts.
     """
+    every = self.run.experiment.log.every_updates
     header = dict(segment=segment, first_update=self.update + 1, **self._surroundings,
+                  **({journal.EVERY: every} if every > 1 else {}),
                   numerics=dataclasses.asdict(self.run.experiment.numerics),
                   **self._record.header(self.update + 1), **fields)
     self._close_log()
@@ -210,7 +214,7 @@ class Lane:
     self._check = environment_check(self.run.experiment, segment)
     self._meter.begin(fields.get(LIVES))
     self._sinks.begin(Start(self.workdir, self.run.place.process, self.run.experiment.seed,
-                            self.update, self.steps, header))
+                            self.update, self.steps, header, self.run.experiment.fields))
 
   def report(self, report: Report) -> tuple[Record, Record]:
     """Tells the updates of a report; returns the last record and receipt.

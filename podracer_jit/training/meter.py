@@ -42,8 +42,11 @@ class Meter:
       wall_s: returns the seconds that commands have worked on the run, see `wall_clock`.
     """
     self._wall_s = wall_s
+    self._experiment = experiment
     self._window = collections.deque(map(tuple, past.get('window', [])),
                                      maxlen=experiment.log.window)
+    # Episodes since the newest line of metrics.jsonl: number, sums of returns and of lengths.
+    self._unlogged = tuple(past.get('unlogged', (0, 0.0, 0.0)))
     self._episodes = past.get('episodes', 0)
     self._elapsed = past.get('elapsed_s', 0.0)
     self._frame_skip = experiment.spec.frame_skip
@@ -71,8 +74,8 @@ class Meter:
 
   def meta(self) -> dict[str, Any]:
     """Returns the part of a checkpoint's `meta` from which a later meter continues."""
-    return dict(window=list(self._window), episodes=self._episodes, elapsed_s=self._elapsed,
-                wall_s=self._wall_s())
+    return dict(window=list(self._window), unlogged=self._unlogged, episodes=self._episodes,
+                elapsed_s=self._elapsed, wall_s=self._wall_s())
 
   def records(self, report: Report) -> Iterator[tuple[Record, Record]]:
     """Yields (metrics, receipt) of each update of the report.
@@ -113,16 +116,19 @@ class Meter:
       ended = np.asarray(episodes.ended)
       self._episodes += int(ended.sum())
       # Row by row, so that the order does not depend on which environments ran where.
-      self._window.extend(zip(episodes.episode_return[ended].tolist(),
-                              episodes.length[ended].tolist(), strict=True))
+      returns = episodes.episode_return[ended].tolist()
+      lengths = episodes.length[ended].tolist()
+      self._window.extend(zip(returns, lengths, strict=True))
+      self._unlogged = tuple(before + now for before, now in zip(
+          self._unlogged, (len(returns), sum(returns), sum(lengths)), strict=True))
       self._elapsed += seconds
-      returns, lengths = zip(*self._window, strict=True) if self._window else ((), ())
-      del update['valid']
       steps = counters.number(update.pop('steps'))
+      mean_return, mean_length = self._episode_means(int(update['update']), steps)
+      del update['valid']
       record = dict(
           update=int(update.pop('update')), steps=steps, frames=steps * self._frame_skip,
           sps=sps, elapsed_s=self._elapsed, wall_s=wall_s,
-          episode_return=_mean(returns), episode_length=_mean(lengths), episodes=self._episodes,
+          episode_return=mean_return, episode_length=mean_length, episodes=self._episodes,
           actor_wait_s=actor_wait_s, learner_wait_s=learner_wait_s, **report.machines,
           # With a replay, CGD is the delay of a rollout until it is added, plus the age of the
           # drawn transitions.
@@ -135,6 +141,26 @@ class Meter:
         if not finite[name]:
           raise Diverged(f'update {record["update"]} ({steps:,} steps): {_PARTS[name]} are not '
                          'finite, because a number is too large to be squared in 32 bits')
+
+  def _episode_means(self, update: int, steps: int) -> tuple[float | None, float | None]:
+    """Returns the mean return and length of the newest episodes, None before the first has ended.
+
+    They are the episodes of the window, or all since the newest line of metrics.jsonl if these are
+    more and lines are left out.
+
+    Args:
+      update: after which the episodes have ended.
+      steps: valid steps until then.
+    """
+    count, returns, lengths = self._unlogged
+    if self._experiment.logs(update, steps):
+      self._unlogged = (0, 0.0, 0.0)
+    if count > len(self._window) and self._experiment.log.every_updates > 1:
+      return returns / count, lengths / count
+    if not self._window:
+      return None, None
+    window_returns, window_lengths = zip(*self._window, strict=True)
+    return float(np.mean(window_returns)), float(np.mean(window_lengths))
 
   def _rates(self, now_s: float, metrics: Mapping[str, Any], count: int) -> tuple[float, float]:
     """Returns valid steps and drawn transitions a second, over the updates of RATE_S seconds.
@@ -182,11 +208,6 @@ def wall_clock(past: Mapping[str, Any], began_s: float) -> Callable[[], float]:
   # Checkpoints of earlier versions lack it.
   before_s = past.get('wall_s', past.get('elapsed_s', 0.0))
   return lambda: before_s + time.perf_counter() - began_s
-
-
-def _mean(values) -> float | None:
-  """Returns the mean; None if there are no values."""
-  return float(np.mean(values)) if values else None
 
 
 def environment_check(experiment: Experiment, segment: int) -> Callable[[Report], None]:

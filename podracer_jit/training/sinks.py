@@ -1,13 +1,13 @@
-"""Sinks are told the events of a run: files, TensorBoard, the display, a user's own classes."""
+"""Sinks are told the events of a run: files, trackers, the display, a user's own classes."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import json
 import logging
 import math
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +19,6 @@ from podracer_jit.workdir import checkpoints, files, journal
 
 _logger = logging.getLogger(__name__)
 Record = dict[str, Any]  # an update's line of metrics.jsonl
-# Least seconds between two points in TensorBoard: a point takes as long as a short update.
-EVENTS_S = 0.1
 # Fields that sinks add to a record.
 WARNING = 'warning'
 EVAL_WAIT_S = 'eval_wait_s'
@@ -43,6 +41,7 @@ class Start(NamedTuple):
   update: int  # updates done
   steps: int  # valid agent steps learned from
   header: Mapping[str, Any]  # its line in receipts.jsonl
+  config: Mapping[str, Any] = {}  # the run's, nested dicts of plain values
 
 
 class Saved(NamedTuple):
@@ -98,7 +97,8 @@ class Sink:
 
     Args:
       record: the line of evaluations.jsonl: 'update', 'steps', 'num_episodes', 'mean',
-        'standard_error' and so on; or an 'error'.
+        'standard_error' and so on; or an 'error'. 'video' is the path of a video, if there is one,
+        relative to the workdir.
     """
 
   def note(self, line: str) -> Any:
@@ -209,7 +209,8 @@ class _Users(Sink):
     self._begun.add(id(self._sink))
     if self._is_shared:
       self._seed = {'seed': start.seed}
-    return self._call('begin', start.update, start._replace(header=dict(start.header)))
+    return self._call('begin', start.update, start._replace(
+        header=dict(start.header), config=copy.deepcopy(dict(start.config))))
 
   def replaying(self, done: int, total: int) -> Any:
     return self._call('replaying', None, done, total)
@@ -320,12 +321,14 @@ def _writing() -> Iterator[None]:
 class Journals(Sink):
   """metrics.jsonl and receipts.jsonl of a workdir, open for a whole run."""
 
-  def __init__(self, workdir: Path, update: int):
+  def __init__(self, workdir: Path, update: int,
+               is_logged: Callable[[int, int], bool] = lambda update, steps: True):
     """Opens the files to append to them; removes the lines after the checkpoint.
 
     Args:
       workdir: the workdir of the run.
       update: the update of the checkpoint that the run resumes from; 0 for a new run.
+      is_logged: (update, steps) -> whether metrics have a line of the update.
 
     Raises:
       OSError: a file cannot be read or written; the error names it.
@@ -333,6 +336,8 @@ class Journals(Sink):
     paths = [workdir / journal.METRICS, workdir / journal.RECEIPTS]
     self.problems = checkpoints.cut_journals(workdir, update)
     self._metrics, self._receipts = map(files.Lines, paths)
+    self._is_logged = is_logged
+    self._eval_wait_s = 0.0  # of updates since the newest line of metrics
 
   def begin(self, start: Start) -> None:
     """Writes the header of a segment to the receipts.
@@ -344,13 +349,17 @@ class Journals(Sink):
       self._receipts.write(json.dumps(dict(start.header)))
 
   def update(self, record: Record, receipt: Record) -> None:
-    """Appends an update.
+    """Appends an update; to metrics only if they have a line of it.
 
     Raises:
       NotSaved: a file cannot be written; the error names it.
     """
+    self._eval_wait_s += record.get(EVAL_WAIT_S, 0.0)
     with _writing():
-      self._metrics.write(json.dumps(_finite(record)))
+      if self._is_logged(record['update'], record['steps']):
+        waited = {EVAL_WAIT_S: self._eval_wait_s} if EVAL_WAIT_S in record else {}
+        self._metrics.write(json.dumps(_finite(record | waited)))
+        self._eval_wait_s = 0.0
       self._receipts.write(json.dumps(receipt))
 
   def before_save(self) -> None:
@@ -375,58 +384,6 @@ def _finite(record: Record) -> Record:
   """Returns the record with None for each number that is not finite, which JSON cannot hold."""
   return {k: None if isinstance(v, float) and not math.isfinite(v) else v
           for k, v in record.items()}
-
-
-class TensorBoard(Sink):
-  """TensorBoard's events: an update every EVENTS_S, and the last one before a checkpoint."""
-
-  def __init__(self, workdir: Path, update: int, steps: int):
-    """Opens a file of events.
-
-    Args:
-      workdir: the workdir of the run.
-      update: the update that the run resumes from; 0 for a new run.
-      steps: valid steps of that update.
-    """
-    from tensorboardX import SummaryWriter  # only trainings need it
-    # TensorBoard's file names have whole seconds. Without the suffix, a run that is resumed within
-    # a second would overwrite the file.
-    self._events = SummaryWriter(str(workdir / 'tensorboard'), purge_step=steps + 1,
-                                 flush_secs=10, filename_suffix=f'.{update}')
-    self._shown_s = -math.inf  # time of the newest point
-    self._not_shown: Record | None = None  # the newest record, if there is no point of it
-
-  def update(self, record: Record, receipt: Record) -> None:
-    """Adds an update, unless there was one just before."""
-    self._not_shown = record
-    if time.perf_counter() - self._shown_s >= EVENTS_S:
-      self._shown_s = time.perf_counter()
-      self._show()
-
-  def evaluated(self, record: Mapping[str, Any]) -> None:
-    """Adds an evaluation."""
-    for name, value in record.items():
-      if isinstance(value, float):
-        self._events.add_scalar(f'eval/{name}', value, record['steps'])
-
-  def before_save(self) -> None:
-    """Writes all events."""
-    if self._not_shown:
-      self._show()
-    self._events.flush()
-
-  def _show(self) -> None:
-    """Adds the newest record."""
-    record = self._not_shown
-    self._not_shown = None
-    for name, value in record.items():
-      if isinstance(value, int | float) and name not in ('update', 'steps', 'frames'):
-        self._events.add_scalar(name, value, record['steps'])
-
-  def close(self) -> None:
-    """Writes all events and closes the file."""
-    self.before_save()
-    self._events.close()
 
 
 class Finite(Sink):

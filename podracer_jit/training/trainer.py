@@ -18,7 +18,7 @@ from podracer_jit.experiment.schema import Experiment
 from podracer_jit.options import INT32_MAX
 from podracer_jit.runtime import host, placement, tried
 from podracer_jit.schemes.reports import Report
-from podracer_jit.training import opening, restoring, seeds, stopping
+from podracer_jit.training import opening, restoring, seeds, stopping, trackers
 from podracer_jit.training.adapting import Adapting
 from podracer_jit.training.crew import Crew
 from podracer_jit.training.lane import Lane
@@ -413,6 +413,7 @@ def opened(experiment: Experiment, workdir: Path, request: Request,
     for problem in seeds.problems(experiment, num_seeds, request):
       raise ValueError(problem)
     seeds.allow_open_files(num_seeds, experiment.log.tensorboard)
+  trackers.check_installed(experiment.log.tracker)
   notes = []
   first = workdir if num_seeds is None else workdir / f'seed{experiment.seed}'
   experiment = opening.as_it_began(experiment, first)

@@ -1,5 +1,7 @@
-"""Reads and repairs receipts.jsonl and metrics.jsonl, which have a line for each update.
+"""Reads and repairs receipts.jsonl and metrics.jsonl.
 
+Receipts have a line for each update. Metrics have one for each n-th update, where n is in the
+header of the segment in the receipts (1 if it is absent), and one for the last update of the run.
 Each checkpoint has the size and the SHA-256 of both files, as they were when it was saved.
 """
 
@@ -14,6 +16,7 @@ from podracer_jit.workdir import files
 
 RECEIPTS = 'receipts.jsonl'
 METRICS = 'metrics.jsonl'
+EVERY = 'metrics_every'  # in a header: metrics have a line of each n-th update
 _FINGERPRINTS = ('batch', 'params')  # of a receipt
 _SPANS_SHOWN = 5
 _BLOCK = 2**20  # bytes that are read at a time
@@ -76,14 +79,28 @@ def is_unchanged(path: Path, prefix: Prefix) -> bool:
 class Gaps:
   """Collects the updates that are missing in a file with updates in order."""
 
-  def __init__(self):
+  def __init__(self, intervals: Sequence[tuple[int, int]] = ()):
+    """Creates it for the beginning of a file.
+
+    Args:
+      intervals: (first update, n) in order: from there on, each n-th update has a line; other
+        updates may have one, too. Empty: each update has a line.
+    """
     self.last = 0
     self.missing: list[tuple[int, int]] = []  # first and last update of each gap
+    self._intervals = [(1, 1)]
+    for first, every in intervals:
+      if every != self._intervals[-1][1]:
+        self._intervals.append((first, every))
 
   def add(self, update: int) -> None:
     """Adds the next update of the file; repeated updates are ignored."""
-    if update > self.last + 1:
-      self.missing.append((self.last + 1, update - 1))
+    ends = [first - 1 for first, _ in self._intervals[1:]] + [update - 1]
+    for (first, every), end in zip(self._intervals, ends, strict=True):
+      first_due = -(-max(first, self.last + 1) // every) * every
+      last_due = min(end, update - 1) // every * every
+      if first_due <= last_due:
+        self.missing.append((first_due, last_due))
     self.last = max(self.last, update)
 
   def words(self) -> str:
@@ -183,6 +200,19 @@ def first_receipt(workdir: Path) -> Receipts:
   return Receipts(headers, {}, [])
 
 
+def intervals(workdir: Path) -> list[tuple[int, int]]:
+  """Returns the intervals of the metrics of a run, for `Gaps`; its headers in the receipts say so.
+
+  Raises:
+    OSError: the receipts cannot be read.
+  """
+  path = workdir / RECEIPTS
+  headers = (line.entry for line in _lines(path) if line.entry is not None and _is_header(
+      line.entry)) if path.exists() else ()
+  return [(header['first_update'], max(1, every)) for header in headers
+          if isinstance(every := header.get(EVERY, 1), int)]
+
+
 def has_updates(workdir: Path) -> bool:
   """Returns whether receipts or metrics have anything but headers of segments."""
   paths = [workdir / name for name in (RECEIPTS, METRICS)]
@@ -218,7 +248,7 @@ def cut(workdir: Path, path: Path, last_update: int, prefix: Prefix | None = Non
   kept_bytes = 0
   ended = False  # whether a line after the checkpoint was read
   in_order = True  # whether all lines to keep come before all others
-  gaps = Gaps()
+  gaps = Gaps(intervals(workdir) if path.name == METRICS else ())
   for line in _lines(path):
     if line.entry is None:
       garbled += line.raw.endswith(b'\n')

@@ -71,8 +71,55 @@ def test_evaluations_are_in_the_file_in_tensorboard_and_in_callbacks(uninterrupt
     assert record['min'] <= record['median'] <= record['max']
   assert callback_records == records
   points = {event.step: value.simple_value for event in tensorboard_events(workdir / 'tensorboard')
-            for value in event.summary.value if value.tag == 'eval/mean'}
+            for value in event.summary.value if value.tag == 'eval/episodic_return'}
   assert points == pytest.approx({record['steps']: record['mean'] for record in records})
+
+
+def test_a_video_of_each_second_evaluation_and_of_the_last_one(tmp_path):
+  """A run that goes on makes the same ones; TensorBoard has none."""
+  config = changed(small(task='Catch-v0'), total_steps=STEPS, checkpoint__every_updates=2, **EVAL,
+                   eval__video_every=2, log__tensorboard=False)
+  notes = []
+
+  class Notes(Sink):
+    def note(self, line):
+      notes.append(line)
+
+  def stops(record):
+    return STOP if record['update'] == 5 else None
+
+  train_in(tmp_path, config, stops, Notes())
+  assert train_in(tmp_path, config, Notes())
+  records = evaluator.read(tmp_path)
+  updates = [record['update'] for record in records]
+  assert len(updates) > 4
+  with_video = {*updates[::2], updates[-1]}
+  assert {record['update'] for record in records if 'video' in record} == with_video
+  assert {path.name for path in (tmp_path / 'videos').iterdir()} == {
+      f'{update}.mp4' for update in with_video}
+  # An MP4 file begins with a box of this type.
+  assert all((tmp_path / record['video']).read_bytes()[4:8] == b'ftyp'
+             for record in records if 'video' in record)
+  assert sum('.mp4 shows an episode of return' in line for line in notes) == len(with_video)
+
+
+def test_a_task_that_cannot_be_filmed_is_evaluated_all_the_same(tmp_path, monkeypatch):
+  def cannot(player, path, settings, check):
+    check()
+    raise ValueError('no video: it cannot be rendered')
+
+  monkeypatch.setattr('podracer_jit.play.video.film', cannot)
+  notes = []
+
+  class Notes(Sink):
+    def note(self, line):
+      notes.append(line)
+
+  assert train_in(tmp_path, changed(CONFIG, **EVAL, eval__video_every=1), Notes())
+  records = evaluator.read(tmp_path)
+  assert len(records) == 6 and all('error' not in x and 'video' not in x for x in records)
+  assert all(line.endswith('no video: it cannot be rendered') for line in notes
+             if line.startswith('evaluation')) and notes
 
 
 def test_the_best_checkpoint_is_kept(uninterrupted):

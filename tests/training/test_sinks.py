@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 from tensorboardX.proto import event_pb2
+from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from podracer_jit.errors import Diverged
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.schemes.reports import Report, Waits
 from podracer_jit.training.meter import Meter, wall_clock
 from podracer_jit.training.progress import Progress, bottleneck, waited
-from podracer_jit.training.sinks import Finite, Journals, Standstill, Start, TensorBoard
+from podracer_jit.training.sinks import Finite, Journals, Standstill, Start
+from podracer_jit.training.trackers import TensorBoard
 from podracer_jit.types import Episodes
 from tests.runs import changed, small
 
@@ -40,10 +42,12 @@ def report(updates, cgd=1.5, valid=6, **fields):
       entropy=np.full(n, 0.5, np.float32)), n, (cgd,) * n, (0.25,) * n, **fields)
 
 
-def meter(past=None, **clock):
-  """Returns a meter of a window of two episodes and four frames a step."""
-  experiment = types.SimpleNamespace(log=types.SimpleNamespace(window=2),
-                                     spec=types.SimpleNamespace(frame_skip=4))
+def meter(past=None, every=1, **clock):
+  """Returns a meter: a window of two episodes, four frames a step, and lines up to update 10."""
+  experiment = types.SimpleNamespace(
+      log=types.SimpleNamespace(window=2, every_updates=every),
+      logs=lambda update, steps: update % every == 0 or update >= 10,
+      spec=types.SimpleNamespace(frame_skip=4))
   return Meter(experiment, past or {}, **clock)
 
 
@@ -67,6 +71,19 @@ def test_a_state_that_is_not_finite_ends_the_run_after_its_record():
   assert [next(records)[0]['update'] for _ in range(2)] == [1, 2]
   with pytest.raises(Diverged, match=r'^update 2 \(12 steps\): the priorities of the replay'):
     next(records)
+
+
+def test_a_line_covers_the_episodes_of_updates_that_have_none():
+  """Update i ends one episode of return i; lines are those of updates 4, 8 and 10."""
+  whole = [r for r, _ in meter(every=4).records(report(range(1, 11)))]
+  assert [whole[i - 1]['episode_return'] for i in (4, 8, 10)] == [2.5, 6.5, 9.5]
+  assert whole[3]['episode_length'] == 7.0 and whole[3]['episodes'] == 4
+  # A run that goes on within an interval has the same lines.
+  first = meter(every=4)
+  list(first.records(report(range(1, 7))))
+  second = meter(json.loads(json.dumps(first.meta())), every=4)
+  rest = [r for r, _ in second.records(report(range(7, 11)))]
+  assert [r['episode_return'] for r in rest] == [r['episode_return'] for r in whole[6:]]
 
 
 class Clock(types.SimpleNamespace):
@@ -245,15 +262,16 @@ def journals(workdir, update):
 def test_journals_drop_lines_after_the_last_checkpoint(tmp_path):
   files = journals(tmp_path, 0)
   for update in (1, 2, 3):
-    files.update(dict(update=update, x=float('nan')), dict(update=update))
+    files.update(dict(update=update, steps=0, x=float('nan')), dict(update=update))
   files.close()
   (tmp_path / 'metrics.jsonl').open('a').write('{"upd')
   files = journals(tmp_path, 2)
   assert files.problems == []
-  files.update(dict(update=3, x=1.0), dict(update=3))
+  files.update(dict(update=3, steps=0, x=1.0), dict(update=3))
   files.close()
   metrics = [json.loads(x) for x in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
-  assert metrics == [dict(update=1, x=None), dict(update=2, x=None), dict(update=3, x=1.0)]
+  assert metrics == [dict(update=update, steps=0, x=x) for update, x in (
+      (1, None), (2, None), (3, 1.0))]
   receipts = [json.loads(x) for x in (tmp_path / 'receipts.jsonl').read_text().splitlines()]
   assert receipts == [dict(segment=0, first_update=1), dict(update=1), dict(update=2),
                       dict(segment=2, first_update=3), dict(update=3)]
@@ -261,13 +279,42 @@ def test_journals_drop_lines_after_the_last_checkpoint(tmp_path):
 
 def test_tensorboard_has_points_at_intervals_and_the_last_one(tmp_path, monkeypatch):
   clock = types.SimpleNamespace()
-  monkeypatch.setattr('podracer_jit.training.sinks.time', clock)
+  monkeypatch.setattr('podracer_jit.training.trackers.time', clock)
   events = TensorBoard(tmp_path, 0, 0)
   for update, seconds in enumerate([0.0, 0.05, 0.11, 0.12, 0.3, 0.35], 1):
     clock.perf_counter = lambda seconds=seconds: seconds
     events.update(dict(update=update, steps=10 * update, loss=0.5), dict(update=update))
   events.close()
-  assert _points(tmp_path / 'tensorboard') == [('loss', s) for s in (10, 30, 50, 60)]
+  assert _points(tmp_path / 'tensorboard') == [('losses/loss', s) for s in (10, 30, 50, 60)]
+
+
+def test_metrics_may_have_fewer_lines_which_count_all_waits(tmp_path):
+  files = Journals(tmp_path, 0, lambda update, steps: update % 3 == 0 or steps >= 70)
+  for update in range(1, 8):
+    files.update(dict(update=update, steps=10 * update, eval_wait_s=1.0), dict(update=update))
+  files.close()
+  lines, receipts = ([json.loads(x) for x in (tmp_path / name).read_text().splitlines()]
+                     for name in ('metrics.jsonl', 'receipts.jsonl'))
+  assert [(x['update'], x['eval_wait_s']) for x in lines] == [(3, 3.0), (6, 3.0), (7, 1.0)]
+  assert len(receipts) == 7
+
+
+def test_tensorboard_has_the_config_as_text_and_as_hparams(tmp_path):
+  events = TensorBoard(tmp_path, 0, 0)
+  config = {'seed': 3, 'network': {'hidden': (8, 8)}, 'log': {'tensorboard': True}}
+  for update in (0, 6):  # two segments
+    events.begin(Start(tmp_path, 0, 3, update, 0, {}, config))
+  events.close()
+  values = [value for event in tensorboard_events(tmp_path / 'tensorboard')
+            for value in event.summary.value]
+  (text,) = (value for value in values if value.tag.startswith('config'))
+  assert json.loads(text.tensor.string_val[0]) == {
+      'seed': 3, 'network': {'hidden': [8, 8]}, 'log': {'tensorboard': True}}
+  (start,) = (HParamsPluginData.FromString(value.metadata.plugin_data.content).session_start_info
+              for value in values if value.tag == '_hparams_/session_start_info')
+  assert start.hparams['seed'].number_value == 3
+  assert start.hparams['network.hidden'].string_value == '(8, 8)'
+  assert start.hparams['log.tensorboard'].bool_value
 
 
 def test_tensorboard_keeps_events_before_a_segment(tmp_path):

@@ -101,6 +101,19 @@ def test_missing_lines_at_the_end_are_reported(tmp_path):
   assert journal.cut(tmp_path, path, 4) == [f'{path}: no line of 3 to 4']
 
 
+@pytest.mark.parametrize('updates, missing', [
+    ((1, 2, 3, 6, 9, 10, 11), ''), ((1, 2, 3, 9, 10, 11), 'no line of 6'),
+    ((1, 3, 10, 11), 'no line of 2, 6 to 9'), ((1, 2, 3, 6, 7, 9, 10), 'no line of 11'),
+    ((1, 2, 3, 6, 8, 9, 10, 11), '')])
+def test_metrics_lack_no_lines_that_their_interval_leaves_out(updates, missing, tmp_path):
+  """Updates 1 to 2 have lines, then each third, then from 10 on all again."""
+  write(tmp_path / journal.RECEIPTS, header(0, 1), receipt(1),
+        header(1, 3) | {journal.EVERY: 3}, header(2, 6) | {journal.EVERY: 3}, header(3, 10))
+  path = tmp_path / journal.METRICS
+  write(path, *(dict(update=update) for update in updates))
+  assert journal.cut(tmp_path, path, 11) == ([f'{path}: {missing}'] if missing else [])
+
+
 def test_receipts_of_two_simultaneous_runs_are_separated(tmp_path):
   """Before workdirs had locks, two runs could write to the same one."""
   path = tmp_path / journal.RECEIPTS
