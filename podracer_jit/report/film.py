@@ -19,9 +19,13 @@ _MOST_FILE = 200_000_000  # bytes; a larger file is not looked at
 
 
 def of(run: Run) -> Path | None:
-  """Returns the newest film in the workdir of a run, as `evaluate --video` names them."""
+  """Returns the newest film of a run, by `evaluate --video` or an evaluation of its training."""
   films = [run.path / name for name in VIDEOS]
-  films = [film for film in films if film.exists() and stat.S_ISREG(film.stat().st_mode)
+  films += [run.path / record['video'] for record in run.evaluations[-1:]
+            if isinstance(record.get('video'), str)]
+  # A stranger's workdir may name a file outside of it.
+  inside = run.path.resolve()
+  films = [film for film in films if inside in film.resolve().parents and film.exists() and stat.S_ISREG(film.stat().st_mode)
            and film.stat().st_size <= _MOST_FILE]
   return max(films, key=lambda film: film.stat().st_mtime, default=None)
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from podracer_jit import metrics
 from podracer_jit.report.reading import Run
+from podracer_jit.workdir import journal
 
 FEW_EPISODES = 10
 _EXPLODES = 1e3  # times the median of the first tenth
@@ -105,11 +106,16 @@ def wait_shares(run: Run) -> dict[str, float]:
   """Returns the share of the time of training in which each side waits; 0 if it is not known."""
   elapsed = run.column('elapsed_s')
   updates = run.column('update')
+  headers = run.receipts.headers
+  every = headers[-1].get(journal.EVERY, 1) if headers else 1
   shares = {}
   for side in ('actor', 'learner', 'eval'):
-    # Lines of a long run are a sample, and a wait is that of the line's own update.
+    # Lines of a long run are a sample. A wait is that of the line's own update, but for evaluations
+    # that since the line before.
     waits = run.column(f'{side}_wait_s')
     known = np.isfinite(waits)
     total = waits[known].mean() * updates[-1] if known.any() else 0.0
+    if side == 'eval' and isinstance(every, int):
+      total /= max(1, every)
     shares[side] = float(total / elapsed[-1]) if len(elapsed) and elapsed[-1] > 0 else 0.0
   return shares
