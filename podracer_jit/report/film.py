@@ -25,8 +25,8 @@ def of(run: Run) -> Path | None:
             if isinstance(record.get('video'), str)]
   # A stranger's workdir may name a file outside of it.
   inside = run.path.resolve()
-  films = [film for film in films if inside in film.resolve().parents and film.exists() and stat.S_ISREG(film.stat().st_mode)
-           and film.stat().st_size <= _MOST_FILE]
+  films = [film for film in films if inside in film.resolve().parents and film.exists()
+           and stat.S_ISREG(film.stat().st_mode) and film.stat().st_size <= _MOST_FILE]
   return max(films, key=lambda film: film.stat().st_mtime, default=None)
 
 
