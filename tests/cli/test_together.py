@@ -231,7 +231,8 @@ def test_a_killed_launcher_stops_its_processes_and_one_process_resumes(tmp_path)
 KILLED_SOON = """
 import os, signal, sys, time
 from podracer_jit.cli import launch
-prctl = launch._LIBC.prctl
+from podracer_jit.runtime import children
+prctl = children._LIBC.prctl
 class Libc:
   def prctl(self, *args):
     # The launcher is killed after the fork, and before this process asks to be told so.
@@ -240,7 +241,7 @@ class Libc:
     while os.getppid() == launcher:
       time.sleep(0.01)
     return prctl(*args)
-launch._LIBC = Libc()
+children._LIBC = Libc()
 sys.executable = sys.argv.pop()
 launch.main(['launch', '-n', '1', '--', '--config=x'])
 """

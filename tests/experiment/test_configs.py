@@ -100,7 +100,7 @@ def test_a_config_has_the_values_of_the_papers_table(case):
     (dict(loss='ppo'), 'loss.name: is missing'),
     (dict(total_steps='many'), "total_steps: must be a whole number, got 'many'"),
     (dict(seed=None), 'seed: has no value yet; set it, for example by --config.seed='),
-    (dict(log={'window': 100, 'every_seconds': 1.0}), 'log.tensorboard: is missing')])
+    (dict(log={'window': 100, 'every_seconds': 1.0}), 'log.every_updates: is missing')])
 def test_a_misspelled_or_wrong_field_of_a_config_is_refused(fields, message):
   config = changed(small('ppo'), **fields)
   with pytest.raises(ValueError, match='^' + re.escape(message)):

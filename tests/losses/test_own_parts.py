@@ -55,8 +55,9 @@ def write_module(tmp_path, monkeypatch):
 
 
 TERMS = {
-    'ppo': {'policy_loss', 'value_loss', 'entropy', 'approx_kl', 'clip_fraction'},
-    'impala': {'policy_loss', 'baseline_loss', 'entropy', 'rho'},
+    'ppo': {'policy_loss', 'value_loss', 'entropy', 'approx_kl', 'clip_fraction',
+            'explained_variance'},
+    'impala': {'policy_loss', 'baseline_loss', 'entropy', 'rho', 'explained_variance'},
     'pqn': {'loss', 'abs_td_error', 'q'},
     'dqn': {'loss', 'abs_td_error', 'importance_weight', 'q'},
     'dpg': {'loss', 'abs_td_error', 'importance_weight', 'q'},
