@@ -139,12 +139,8 @@ OPTIMIZERS = {'rmsprop': RMSProp, 'adam': Adam, 'radam': RAdam,
 
 def by_part(**transformations: optax.GradientTransformation
             ) -> optax.GradientTransformationExtraArgs:
-  """Returns a transformation of parameters {name: part}, with one for each part.
-
-  Running moments, a part that no gradient changes, need none.
-  """
-  return optax.partition(transformations | {'moments': optax.set_to_zero()},
-                         lambda params: {name: name for name in params})
+  """Returns a transformation of parameters {name: part}, with one for each part."""
+  return optax.partition(transformations, lambda params: {name: name for name in params})
 
 
 class KLState(NamedTuple):

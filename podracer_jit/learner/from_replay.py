@@ -11,6 +11,7 @@ import optax
 from jax import lax
 
 from podracer_jit.agents import action_masks, running_moments
+from podracer_jit.envs import frames
 from podracer_jit.learner import updates
 from podracer_jit.learner.updates import Draw
 from podracer_jit.losses.algorithm import Algorithm
@@ -72,8 +73,8 @@ class FromReplay:
   def observe(self, state: TrainState, experience: Experience, groups: Groups) -> TrainState:
     """Returns the state whose running moments have experience that is about to be added.
 
-    Each row counts once, however often it is drawn. So the moments are exact sums over groups, as
-    those of a rollout are, and depend on neither priorities nor the number of gradient steps. A
+    Each row counts once, however often it is drawn. The moments of each group are merged by
+    themselves, in order, since actors may bring several groups at once or one after the other. A
     target network reads the same normalised observations as the network.
 
     Args:
@@ -81,11 +82,18 @@ class FromReplay:
       experience: [T, B].
       groups: those of the experience, seen from this device.
     """
-    obs = action_masks.split(experience.obs, self.algorithm.parts.spec)[0]
-    moments = running_moments.observe(state.params, experience._replace(obs=obs), None, groups)
-    if not moments:
+    if not running_moments.moments_of(state.params):
       return state
-    params = running_moments.add(state.params, moments)
+    obs = action_masks.split(experience.obs, self.algorithm.parts.spec)[0]
+    one = Groups(1, groups.envs)
+    rows = groups.split((frames.stacks(obs)[:-1], experience.valid))
+    moments = groups.gather(groups.map(
+        lambda obs, valid: running_moments.measure(obs, valid, one), *rows))
+
+    def merge(params, of_group):
+      return running_moments.add(params, {'obs': of_group}), None
+
+    params, _ = lax.scan(merge, state.params, moments)
     target = state.target.params
     if running_moments.moments_of(target):
       target = running_moments.with_moments_of(target, params)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from podracer_jit.agents import policies, running_moments
+from podracer_jit.agents import policies
 from podracer_jit.agents.q_networks import Critic
 from podracer_jit.losses.algorithm import MAX_N_STEP, Algorithm
 from podracer_jit.losses.items import Items, transitions
@@ -28,7 +28,7 @@ class OffPolicyActorCritic(Algorithm):
   learns_from_replay: ClassVar[bool] = True
   policy_reads: ClassVar[str] = policies.ACTION  # stored actions are from -1 to 1
   takes: ClassVar[frozenset[str]] = frozenset()
-  normalises: ClassVar[frozenset[str]] = frozenset({'obs'})
+  normalises: ClassVar[frozenset[str]] = frozenset()
 
   n_step: int = option(1, 'steps of a return before it is bootstrapped', at_least=1,
                        at_most=MAX_N_STEP)
@@ -54,31 +54,17 @@ class OffPolicyActorCritic(Algorithm):
     return jax.vmap(self.critic.apply, in_axes=(0, None, None))(params, obs, action)
 
   def init(self, key: jax.Array) -> Params:
-    """Returns the actor, the critics with a leading axis [num_critics], and running moments."""
+    """Returns the actor and the critics; arrays of critics have a leading axis [num_critics]."""
     spec = self.parts.spec
     obs = jnp.zeros((1, *spec.obs_shape), spec.obs_dtype)
     action = jnp.zeros((1, *self.parts.policy.action_shape))
     keys = jax.random.split(key, 1 + self.num_critics)
-    params = {'actor': self.network.init(keys[0], obs),
-              'critic': jax.vmap(lambda key: self.critic.init(key, obs, action))(keys[1:])}
-    if 'obs' in self.parts.moments:
-      params['moments'] = {'obs': running_moments.initial(spec.obs_shape)}
-    return params
-
-  def seen(self, params: Params, obs: jax.Array) -> jax.Array:
-    """Returns what the networks read of observations [N, D]: by their moments if there are any.
-
-    Args:
-      params: the parameters, or the result of `acting`.
-      obs: the observations.
-    """
-    moments = running_moments.moments_of(params)
-    return running_moments.standardise(moments['obs'], obs) if moments else obs
+    return {'actor': self.network.init(keys[0], obs),
+            'critic': jax.vmap(lambda key: self.critic.init(key, obs, action))(keys[1:])}
 
   def acting(self, state: TrainState) -> dict[str, Any]:
-    """Returns the actor, the steps that end the random ones, and the running moments."""
-    acting = {'actor': state.params['actor'], 'steps': state.steps}
-    return running_moments.with_moments_of(acting, state.params)
+    """Returns the actor, and the steps that end the random ones."""
+    return {'actor': state.params['actor'], 'steps': state.steps}
 
   def uniform_at_first(self, params: Any, key: jax.Array, action: jax.Array) -> jax.Array:
     """Returns uniform actions in the first `random_steps`, later the given ones.

@@ -54,6 +54,7 @@ class R2D2(DQN):
   """
 
   takes: ClassVar[frozenset[str]] = frozenset({'core'})
+  normalises: ClassVar[frozenset[str]] = frozenset()
 
   discount: float = option(0.997, 'discount of future rewards', at_least=0, at_most=1)
   n_step: int = option(5, 'steps of a return before it is bootstrapped', at_least=1,

@@ -110,7 +110,7 @@ class SAC(OffPolicyActorCritic):
     Arguments and result: see `Algorithm.act`.
     """
     del valid
-    dist_params = self.network.apply(params['actor'], self.seen(params, obs))
+    dist_params = self.network.apply(params['actor'], obs)
     mode = jnp.tanh(jnp.split(dist_params, 2, axis=-1)[0])
     if key is None:
       return Acted(mode, None, carry, mode)
@@ -126,7 +126,7 @@ class SAC(OffPolicyActorCritic):
     `state.params` has no gradient, so the loss of each part changes only that part.
     """
     transition = batch.items
-    obs, next_obs = (self.seen(params, x) for x in (transition.obs, transition.next_obs))
+    obs, next_obs = transition.obs, transition.next_obs
     fixed = state.params
     alpha = jnp.exp(fixed['log_alpha'])
     key, next_key = jax.random.split(key)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from podracer_jit.agents import networks, optimizers, running_moments
+from podracer_jit.agents import networks, optimizers
 from podracer_jit.losses.algorithm import Acted, Aux, Batch
 from podracer_jit.losses.off_policy import OffPolicyActorCritic
 from podracer_jit.options import INT32_MAX, option
@@ -66,7 +66,7 @@ class TD3(OffPolicyActorCritic):
 
   def init_target(self, params: Params) -> Params:
     """Returns the target actor and the target critics."""
-    return running_moments.weights(params)
+    return params
 
   def make_optimizer(self) -> optax.GradientTransformation:
     """Returns the config's optimizer for each part; each is clipped by itself."""
@@ -84,7 +84,7 @@ class TD3(OffPolicyActorCritic):
     Arguments and result: see `Algorithm.act`.
     """
     del valid
-    mode = self.network.apply(params['actor'], self.seen(params, obs))
+    mode = self.network.apply(params['actor'], obs)
     action = mode
     if exploration is not None:
       noisy = self.parts.policy.explore(key, mode, exploration)
@@ -98,19 +98,19 @@ class TD3(OffPolicyActorCritic):
     `state.params` has no gradient, so the loss of each part changes only that part.
     """
     transition = batch.items
-    obs, next_obs = (self.seen(params, x) for x in (transition.obs, transition.next_obs))
     target = state.target.params
 
     noise = self.target_noise * jax.random.normal(key, transition.action.shape)
     noise = jnp.clip(noise, -self.target_noise_clip, self.target_noise_clip)
-    next_action = self.network.apply(target['actor'], next_obs) + noise
-    next_q = jnp.min(self.q(target['critic'], next_obs, jnp.clip(next_action, -1.0, 1.0)), axis=0)
+    next_action = self.network.apply(target['actor'], transition.next_obs) + noise
+    next_q = jnp.min(self.q(target['critic'], transition.next_obs,
+                            jnp.clip(next_action, -1.0, 1.0)), axis=0)
     value = transition.reward + transition.discount * next_q
-    error = self.q(params['critic'], obs, transition.action) - value
+    error = self.q(params['critic'], transition.obs, transition.action) - value
 
-    action = self.network.apply(params['actor'], obs)
+    action = self.network.apply(params['actor'], transition.obs)
     first_critic = jax.tree.map(lambda x: x[0], state.params['critic'])
-    q = self.critic.apply(first_critic, obs, action)
+    q = self.critic.apply(first_critic, transition.obs, action)
 
     losses = {'critic_loss': 0.5 * jnp.sum(jnp.square(error), axis=0), 'actor_loss': -q}
     aux = Aux.of(losses | {'q': q}, jnp.ones(q.shape, bool))
@@ -128,8 +128,7 @@ class TD3(OffPolicyActorCritic):
     params = after.params | {'actor': if_due(after.params['actor'], state.params['actor'])}
     of_part = after.opt_state.inner_states
     moments = if_due(of_part['actor'], state.opt_state.inner_states['actor'])
-    targets = optax.incremental_update(running_moments.weights(params), state.target.params,
-                                       self.tau)
+    targets = optax.incremental_update(params, state.target.params, self.tau)
     after = after._replace(
         params=params,
         opt_state=after.opt_state._replace(inner_states=of_part | {'actor': moments}))

@@ -302,7 +302,7 @@ class OddPeriod(losses.R2D2):
      'rows of env.num_envs = 8 that cannot be drawn, are 8,589,934,760; must be below 2^31'),
     (dict(network__separate_critic=True, network__core='none'),
      'network.separate_critic: r2d2 has no use for it'),
-    (dict(normalise__reward=True), 'normalise.reward: r2d2 cannot learn normalised rewards'),
+    (dict(normalise__obs=True), 'normalise.obs: r2d2 cannot learn normalised observations'),
     (dict(env__task='Pendulum-v1'), 'loss.name: r2d2 wants discrete actions'),
     (dict(loss__trace_length=0), 'loss.trace_length: must be at least 1, got 0')])
 def test_what_does_not_fit_is_refused(fields, message):
