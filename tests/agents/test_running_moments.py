@@ -129,7 +129,7 @@ def test_the_train_state_has_the_moments_of_all_observations_and_returns():
 
 
 def of_replay(loss, **fields):
-  """Returns a config whose replay learns from the second update on."""
+  """Returns a config whose replay learns from the second update on, with moments if it may."""
   config = small(loss, 'Pendulum-v1' if loss in ('sac', 'td3') else 'CartPole-v1', num_shards=2,
                  num_grad_shards=2)
   config['num_minibatches'] = 1
@@ -138,7 +138,7 @@ def of_replay(loss, **fields):
     config['network'] |= dict(core='gru', core_size=8)
     config['loss'] |= dict(burn_in=2, trace_length=6, n_step=2)
     config['replay'] |= dict(capacity=32, min_size=16, batch_size=16)  # sequences
-  return changed(config, normalise__obs=True, **fields)
+  return changed(config, normalise__obs=loss == 'dqn', **fields)
 
 
 def test_each_row_that_is_added_to_a_replay_counts_once():
