@@ -20,14 +20,21 @@ _MOST_FILE = 200_000_000  # bytes; a larger file is not looked at
 
 def of(run: Run) -> Path | None:
   """Returns the newest film of a run, by `evaluate --video` or an evaluation of its training."""
-  films = [run.path / name for name in VIDEOS]
-  films += [run.path / record['video'] for record in run.evaluations[-1:]
-            if isinstance(record.get('video'), str)]
-  # A stranger's workdir may name a file outside of it.
-  inside = run.path.resolve()
-  films = [film for film in films if inside in film.resolve().parents and film.exists()
-           and stat.S_ISREG(film.stat().st_mode) and film.stat().st_size <= _MOST_FILE]
-  return max(films, key=lambda film: film.stat().st_mtime, default=None)
+  names = [*VIDEOS, *(record['video'] for record in run.evaluations[::-1]
+                      if isinstance(record.get('video'), str))][:len(VIDEOS) + 1]
+  films = [run.path / name for name in names]
+  return max(filter(lambda film: _is_good(film, run.path.resolve()), films),
+             key=lambda film: film.stat().st_mtime, default=None)
+
+
+def _is_good(film: Path, workdir: Path) -> bool:
+  """Returns whether a film is a file in the workdir; a stranger's may name one outside of it."""
+  try:
+    status = film.stat()
+    return (workdir in film.resolve().parents and stat.S_ISREG(status.st_mode)
+            and status.st_size <= _MOST_FILE)
+  except (OSError, ValueError):
+    return False
 
 
 def data_uri(content: bytes, kind: str) -> str:

@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from podracer_jit.cli.main import main
 from podracer_jit.report import comparing, findings, page, reading
@@ -217,6 +218,24 @@ def test_a_page_that_would_be_too_large_leaves_figures_to_files(tmp_path, monkey
   assert len(html.encode()) <= 170_000
   assert 'too large' in html
   assert (tmp_path / 'out' / page.FIGURES / 'curve-task2-wall.svg').exists()
+
+
+def test_the_film_of_the_best_run_is_on_the_page(tmp_path):
+  best = make(tmp_path / 'runs' / 'best', seed=1)
+  make(tmp_path / 'runs' / 'other', seed=2, returns=lambda share: share)
+  assert '--video=mp4' in report([tmp_path / 'runs'], tmp_path / 'out')  # how to make one
+  frames = [Image.new('RGB', (40, 30), (8 * k, 0, 0)) for k in range(12)]
+  (best / 'videos').mkdir()
+  frames[0].save(best / 'videos' / '40.gif', save_all=True, append_images=frames[1:])
+  evaluation = dict(update=40, steps=40_000, mean=500.0, video='videos/40.gif')
+  (best / 'evaluations.jsonl').write_text(json.dumps(evaluation) + '\n')
+  html = report([tmp_path / 'runs'], tmp_path / 'out')
+  assert 'data:image/jpeg;base64,' in html and 'data:image/gif;base64,' in html
+  # A film outside of the workdir is a stranger's attempt to show a file of the reader's.
+  frames[0].save(tmp_path / 'private.gif')
+  (best / 'evaluations.jsonl').write_text(json.dumps(
+      evaluation | {'video': '../../private.gif'}) + '\n')
+  assert '--video=mp4' in report([tmp_path / 'runs'], tmp_path / 'out')
 
 
 def test_long_metrics_are_sampled_with_their_last_line(tmp_path):
