@@ -44,6 +44,11 @@ _RUN = _by_name(
     Metric('wall_s', 'time/wall_s', 'all time since the command began, with imports, compilation, '
            'replays, saves and pauses; a command that resumes the run adds to that of its '
            'checkpoint', 's', 'far above time/elapsed_s: most time goes into starts'),
+    Metric('memory_mb', 'charts/memory_MB', 'memory that the process occupies; the processes of '
+           'Gymnasium tasks are not counted', 'MB', 'grows without end: something leaks'),
+    Metric('device_memory_mb', 'charts/device_memory_MB', 'most memory that has been in use on a '
+           'GPU or TPU of the process; absent on CPUs', 'MB', 'near the memory of the device: '
+           'the next larger setting will not fit'),
     Metric('episode_return', 'charts/episodic_return', 'mean return of the last `log.window` '
            'episodes of training, with unclipped rewards; absent before the first has ended',
            'reward', 'flat for long: nothing is learned, or rewards are rare'),

@@ -16,7 +16,7 @@ from podracer_jit.losses import ALGORITHMS
 from podracer_jit.numerics import counters
 from podracer_jit.play import evaluation
 from podracer_jit.schemes.reports import Report
-from podracer_jit.training.meter import Meter
+from podracer_jit.training.meter import DEVICE_MEMORY, Meter, device_memory
 from podracer_jit.training.sinks import EVAL_WAIT_S, WARNING
 from tests.runs import fresh, small
 
@@ -63,8 +63,17 @@ def test_all_that_is_in_the_table_is_written():
       _look_at_spills=lambda: None, _remotes=(), _last=(0.0, 0, 0, 0.0),
       _counters=types.SimpleNamespace(nbytes=0, gets=0, get_s=0.0, restarts=0)))
   of_algorithms = {name for loss in ALGORITHMS for name in written(loss) if '.' not in name}
-  assert of_algorithms | cluster.keys() | {WARNING, EVAL_WAIT_S} == {
+  assert of_algorithms | cluster.keys() | {WARNING, EVAL_WAIT_S, DEVICE_MEMORY} == {
       name for name in metrics.UPDATES if '.' not in name}
+
+
+def test_memory_of_devices_is_that_of_the_fullest():
+  def device(**stats):
+    return types.SimpleNamespace(memory_stats=lambda: stats or None)
+  assert device_memory(jax.local_devices()) == {}
+  full = device(bytes_in_use=10, peak_bytes_in_use=3_000_000)
+  assert device_memory([device(peak_bytes_in_use=2_000_000), full, device(), device(pool_bytes=9)]
+                       ) == {DEVICE_MEMORY: 3.0}
 
 
 def test_all_that_evaluations_write_is_in_the_table_and_nothing_else():

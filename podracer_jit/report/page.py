@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import datetime
 import importlib.metadata
@@ -606,22 +607,16 @@ def _pipeline(runs: Sequence[Run]) -> Table:
     rows.append([run.name, _value(float(np.median(speeds)) if len(speeds) else None),
                  _hours(_last(run, 'wall_s')), _value(_last(run, 'cgd')),
                  _value(_last(run, 'gud')), *(f'{share:.0%}' for share in shares.values()),
-                 _bytes(_disk(run.path)), _memory(run)])
-  memory = '|#Memory' if any(row[-1] != '-' for row in rows) else ''
+                 _bytes(_disk(run.path)), _memory(run, 'memory_mb'),
+                 _memory(run, 'device_memory_mb')])
   return _table('Run|#Steps/s (median)|#Wall time|#CGD|#GUD|#Actors wait|#Learner waits|'
-                f'#Waits for evaluations|#Disk{memory}', rows if memory else
-                [row[:-1] for row in rows])
+                '#Waits for evaluations|#Disk|#Memory|#Memory of GPU or TPU', rows)
 
 
-def _memory(run: Run) -> str:
-  """Returns the highest memory that a run recorded, '-' if it did not."""
-  sizes = []
-  for name in run.metrics:
-    unit = {'gb': 1e9, 'mb': 1e6, 'bytes': 1.0}.get(name.rpartition('_')[2])
-    if unit and any(word in name for word in ('memory', 'rss', 'peak')):
-      values = run.column(name)
-      sizes.append(float(np.nanmax(values)) * unit)
-  return _bytes(max(sizes)) if sizes else '-'
+def _memory(run: Run, name: str) -> str:
+  """Returns the most memory in a metric; '-' where runs of earlier versions and CPUs lack it."""
+  sizes = run.column(name)
+  return _bytes(1e6 * float(np.nanmax(sizes))) if np.isfinite(sizes).any() else '-'
 
 
 def _disk(folder: Path) -> int:
@@ -643,12 +638,10 @@ def _bytes(size: float) -> str:
 
 
 def _machines(runs: Sequence[Run]) -> Table:
-  """Returns the versions, commits, hosts and devices of runs; runs with equal ones share a row."""
+  """Returns versions, commits, hardware and placement; runs with equal ones share a row."""
   rows: dict[tuple[str, ...], list[str]] = {}
   for run in runs:
     versions = ', '.join(f'{name} {version}' for name, version in run.versions.items())
-    hosts = ', '.join(dict.fromkeys(str(start['host']) for start in run.starts
-                                    if start.get('host')))
     commits = ', '.join(dict.fromkeys(str(start['commit'])[:12] for start in run.starts
                                       if start.get('commit')))
     header = run.receipts.headers[-1] if run.receipts.headers else {}
@@ -656,14 +649,28 @@ def _machines(runs: Sequence[Run]) -> Table:
     devices = ', '.join(f'{name} {shown(value)}' for name, value in placement.items()) if (
         isinstance(placement, dict)) else '-'
     canary = str(header.get('canary', '-'))
-    key = tuple(shorten(text, 400) or '-' for text in (versions, commits, hosts, devices, canary))
+    hardware = ', '.join(dict.fromkeys(_hardware(start['hardware']) for start in run.starts
+                                       if isinstance(start.get('hardware'), dict)))
+    key = tuple(shorten(text, 400) or '-'
+                for text in (versions, commits, hardware, devices, canary))
     rows.setdefault(key, []).append(run.name)
   def named(names: Sequence[str]) -> str:
     if len(names) == len(runs) and len(runs) > 1:
       return f'all {len(names)} runs'
     return ', '.join(names[:4]) + (f' and {len(names) - 4} more' if len(names) > 4 else '')
-  return _table('Runs|~Versions|Commit|Host|~Placement|Canary',
+  return _table('Runs|~Versions|Commit|Hardware|~Placement|Canary',
                 [[named(names), *key] for key, names in rows.items()])
+
+
+def _hardware(of_start: Mapping[str, Any]) -> str:
+  """Returns the hardware that a command noted in words."""
+  memory = of_start.get('memory')
+  words = [str(of_start.get('processor', '')), f'{of_start.get("threads", "?")} threads']
+  if isinstance(memory, int):
+    words.append(f'{_bytes(memory)} of memory')
+  accelerators = of_start.get('accelerators')
+  kinds = collections.Counter(accelerators if isinstance(accelerators, list) else [])
+  return ', '.join(words + [f'{count} {kind}' for kind, count in kinds.items()])
 
 
 def _identical(runs: Sequence[Run]) -> list[str]:

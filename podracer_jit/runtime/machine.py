@@ -6,10 +6,11 @@ import collections
 import importlib.util
 import math
 import os
+import platform
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _CPUS = Path('/sys/devices/system/cpu')
 _GROUPS = Path('/sys/fs/cgroup')
@@ -145,6 +146,21 @@ def _before_invalid(names: Iterable[str]) -> int:
       break
     count += 1
   return count
+
+
+def hardware() -> dict[str, Any]:
+  """Returns the processor's name, the hardware threads of this process and its memory in bytes."""
+  names = [value.strip() for name, _, value in (line.partition(':') for line in
+                                                _lines(Path('/proc/cpuinfo')))
+           if name.strip() == 'model name']
+  return {'processor': names[0] if names else platform.machine(),
+          'threads': len(os.sched_getaffinity(0)), 'memory': host_memory()}
+
+
+def resident_memory() -> int:
+  """Returns the bytes of memory that this process occupies; its children are not counted."""
+  pages = int(Path('/proc/self/statm').read_text().split()[1])
+  return pages * os.sysconf('SC_PAGE_SIZE')
 
 
 def host_memory(root: Path = Path('/')) -> int | None:

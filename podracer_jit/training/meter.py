@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from podracer_jit.errors import EnvironmentFailed
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.numerics import counters
 from podracer_jit.numerics.fingerprints import as_hex
+from podracer_jit.runtime import machine
 from podracer_jit.schemes.reports import Report, Waits
 from podracer_jit.training.sinks import Diverged, Record
 
@@ -26,6 +27,7 @@ _PARTS = {'moments': 'the running statistics (normalise)',
 # Rates are over the updates of so many seconds, so that reports that arrive together, as after a
 # pause of the writer, do not count as the speed of an instant.
 RATE_S = 10.0
+DEVICE_MEMORY = 'device_memory_mb'
 LIVES = 'lives'  # the field of receipts with the lives of actors, by name
 
 
@@ -102,7 +104,8 @@ class Meter:
       self._acting = (steps + int(metrics['valid'][:report.count].sum()),
                       before_s + (seconds - actor_wait_s) * report.count)
     sps, samples_per_s = self._rates(now_s, metrics, report.count)
-    wall_s = self._wall_s()
+    process = {'wall_s': self._wall_s(), 'memory_mb': machine.resident_memory() / 1e6,
+               **device_memory(jax.local_devices())}
     self._last_s = now_s
     self._last_waits = waits
 
@@ -127,7 +130,7 @@ class Meter:
       del update['valid']
       record = dict(
           update=int(update.pop('update')), steps=steps, frames=steps * self._frame_skip,
-          sps=sps, elapsed_s=self._elapsed, wall_s=wall_s,
+          sps=sps, elapsed_s=self._elapsed, **process,
           episode_return=mean_return, episode_length=mean_length, episodes=self._episodes,
           actor_wait_s=actor_wait_s, learner_wait_s=learner_wait_s, **report.machines,
           # With a replay, CGD is the delay of a rollout until it is added, plus the age of the
@@ -208,6 +211,16 @@ def wall_clock(past: Mapping[str, Any], began_s: float) -> Callable[[], float]:
   # Checkpoints of earlier versions lack it.
   before_s = past.get('wall_s', past.get('elapsed_s', 0.0))
   return lambda: before_s + time.perf_counter() - began_s
+
+
+def device_memory(devices: Sequence[jax.Device]) -> Record:
+  """Returns the metric with the most memory that has been in use on one of the devices.
+
+  It is empty where devices do not count their memory, as CPUs do not.
+  """
+  counted = [stats['peak_bytes_in_use'] for stats in (device.memory_stats() for device in devices)
+             if stats and 'peak_bytes_in_use' in stats]
+  return {DEVICE_MEMORY: max(counted) / 1e6} if counted else {}
 
 
 def environment_check(experiment: Experiment, segment: int) -> Callable[[Report], None]:

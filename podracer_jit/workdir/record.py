@@ -23,10 +23,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from podracer_jit import options, parts
 from podracer_jit.envs import spaces
 from podracer_jit.experiment import modules, schema
 from podracer_jit.options import shorten
+from podracer_jit.runtime import machine
 from podracer_jit.workdir import files
 
 NAME = 'config.json'
@@ -187,7 +190,9 @@ class Record:
     """
     config_files = parts.search().files
     folder = Path(config_files[-1]).parent if config_files else Path('.')
-    start = {'host': platform.node(), 'command': sys.argv, 'commit': _commit_of(folder)}
+    start = {'host': platform.node(), 'command': sys.argv, 'commit': _commit_of(folder),
+             'hardware': machine.hardware() | {'accelerators': [
+                 device.device_kind for device in jax.local_devices() if device.platform != 'cpu']}}
     newest = self.starts[-1] if self.starts else None
     if isinstance(newest, dict) and start.items() <= newest.items():
       return self

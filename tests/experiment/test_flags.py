@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import re
 import subprocess
 import sys
@@ -477,6 +478,9 @@ def test_the_commands_that_train_a_run_are_noted(tmp_path, monkeypatch):
   assert [(start['first_update'], start['commit']) for start in run.starts] == [
       (1, None), (7, head.stdout.strip()), (9, None)]
   assert run.starts[0]['command'] == ['podracer_jit', '--config=mine'] and run.starts[0]['host']
+  hardware = run.starts[0]['hardware']
+  assert hardware['processor'] and hardware['threads'] == len(os.sched_getaffinity(0))
+  assert hardware['memory'] > 2**28 and hardware['accelerators'] == []
   # A start is no part of the experiment, and a change keeps them.
   assert not run.differences(small())
   other = changed(small(), loss__discount=0.5)

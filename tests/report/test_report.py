@@ -26,7 +26,9 @@ def make(folder, *, task='CartPole-v1', seed=1, updates=40, total=40_000, rate=0
   config = {'env': {'task': task}, 'loss': {'name': algorithm}, 'seed': seed, 'total_steps': total,
             'optimizer': {'learning_rate': rate, 'kl_target': 0.0}, 'placement': {'auto': True}}
   start = {'first_update': 1, 'host': 'here', 'commit': 'c0ffee',
-           'command': ['podracer_jit', '--config=ppo_cartpole', f'--workdir={folder}']}
+           'command': ['podracer_jit', '--config=ppo_cartpole', f'--workdir={folder}'],
+           'hardware': {'processor': 'EPYC', 'threads': 16, 'memory': 128_000_000_000,
+                        'accelerators': ['H100', 'H100']}}
   (folder / 'config.json').write_text(json.dumps(
       {'config': config, 'versions': {'podracer_jit': '0.9.0'}, 'starts': [start]}))
   with (folder / 'metrics.jsonl').open('w') as file:
@@ -34,7 +36,8 @@ def make(folder, *, task='CartPole-v1', seed=1, updates=40, total=40_000, rate=0
       line = dict(update=update, steps=1000 * update, frames=4000 * update, sps=1000.0,
                   elapsed_s=1.0 * update, wall_s=2.0 * update, episodes=5 * update,
                   episode_return=returns(update / updates), cgd=7.5, gud=0.0, actor_wait_s=0.0,
-                  learner_wait_s=0.0, grad_norm=1.0, entropy=0.5, approx_kl=0.01, value_loss=2.0)
+                  learner_wait_s=0.0, memory_mb=400.0 + update, grad_norm=1.0, entropy=0.5,
+                  approx_kl=0.01, value_loss=2.0)
       line |= {name: f(update / updates) for name, f in (metrics or {}).items()}
       file.write(json.dumps(line) + '\n')
   with (folder / 'receipts.jsonl').open('w') as file:
@@ -68,6 +71,8 @@ def test_a_report_of_two_groups_and_two_tasks(tmp_path):
   assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|url\((?!#)|@import', html)
   assert 'ppo, learning_rate 0.001' in html and 'human-normalised' in html
   assert 'Cleanba PPO' in html and '18.07' in html  # published for Pong
+  assert 'EPYC, 16 threads, 128 GB of memory, 2 H100' in html
+  assert '440 MB' in html  # the most of all updates
   assert html.count('<svg') >= 2 * 3 + 4 * 3 + 4 + 2
   ids = re.findall(r'\bid="([^"]+)"', html)
   assert len(set(ids)) == len(ids)
