@@ -36,7 +36,7 @@ def read(argv: Sequence[str], values: flags.FlagValues, doc: str, needed: Sequen
     return None
   if any(values[name].value in (None, '') for name in needed):
     names = ' and '.join(f'--{name}' for name in needed)
-    example = re.search(r'podracer_jit \w+ --.*', doc)[0]
+    example = re.search(r'podracer_jit \w+ .*--.*', doc)[0]
     raise Refused(f'{names} {"are" if len(needed) > 1 else "is"} needed: {example}')
   return others
 

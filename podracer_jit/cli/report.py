@@ -46,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
     out = user_path(values.out)
     if (out / reading.CONFIG).exists():
       raise ValueError(f'--out: {out} is a workdir; choose another folder')
+    if out.exists() and not out.is_dir():
+      raise ValueError(f'--out: {out} is a file; name a folder')
     runs = reading.read([user_path(arg) for arg in args])
     title = values.title or shorten(', '.join(user_path(arg).absolute().name for arg in args), 90)
     command = ['podracer_jit', 'report', *argv[1:]]

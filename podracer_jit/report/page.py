@@ -495,6 +495,8 @@ def _final(comparison: Comparison) -> dict[str, Any] | None:
     for group in comparison.groups:
       runs = [(run, finals) for run in group.of_task(task) if (finals := _finals(run))]
       if not runs:
+        word = 'no episode has ended' if group.of_task(task) else 'not run'
+        rows.append([task, group.name, 0, word, *['-'] * (5 if _any_human(tasks) else 4)])
         continue
       kind = next(kind for kind in ('evaluate', 'evaluation', 'training', None)
                   if kind is None or all(kind in finals for _, finals in runs))
@@ -512,7 +514,7 @@ def _final(comparison: Comparison) -> dict[str, Any] | None:
                    over if estimate.known else '-', *([_value(human)] if _any_human(tasks) else []),
                    f'{nearest.score:,.6g} ({nearest.title})' if nearest else '-', sources])
       exact.append([task, group.name, len(runs), *estimate, over, human, sources])
-  if not rows:
+  if not exact:
     return None
   published = [[task, f'{score.score:,.10g}',
                 '-' if score.deviation is None else f'{score.deviation:,.6g}', score.title,
@@ -525,7 +527,7 @@ def _final(comparison: Comparison) -> dict[str, Any] | None:
                    '~Source', rows),
       published=_table('Task|#Return|#Deviation|~Program|~Protocol|~Source', published)
       if published else None,
-      no_published=', '.join(without[:4]) if without else '', exact=exact,
+      no_published=', '.join(without), exact=exact,
       words='The newest evaluation of each run; without one, the mean return of its last training '
             'episodes. With several seeds the interval is a bootstrap over seeds; with one, 1.96 '
             'standard errors over its episodes.')
@@ -741,8 +743,9 @@ def _runs(comparison: Comparison, runs: Sequence[Run], unusual: Mapping[str, Seq
     rows.append([run.name, group_of.get(run.name, ''), run.task, shown(run.seed), run.state,
                  f'{run.steps:,}{of}', _value(_last(run, comparing.RETURN)),
                  f'{_last(run, "episodes"):,.0f}' if 'episodes' in run.metrics else '-',
-                 looks or '-'])
-  return _table('Run|Group|Task|#Seed|State|#Steps|#Last return|#Episodes|~Worth a look', rows)
+                 looks or '-', str(run.path)])
+  return _table('Run|Group|Task|#Seed|State|#Steps|#Last return|#Episodes|~Worth a look|~Workdir',
+                rows)
 
 
 def _command(arguments: Any) -> str:
@@ -766,8 +769,9 @@ def _repeat(runs: Sequence[Run], command: Sequence[str]) -> dict[str, Any]:
   where = (f' The commands of training were given at the commit {", ".join([*commits][:3])}.'
            if commits else '')
   return dict(parts=[part for part in parts if part['lines']],
-              words='Each command that was given, in order. The same command in the same folder, '
-                    f'with the versions above, repeats a run.{where}')
+              words='Each command that was given, in order. With another --workdir and the versions '
+                    'above, a command of training repeats its run; with the same, it goes on with '
+                    f'what is unfinished.{where}')
 
 
 def _evaluation(run: Run, record: Mapping[str, Any]) -> str:

@@ -22,7 +22,8 @@ EVALUATIONS = 'evaluations.jsonl'  # of training
 COMMANDS = 'evaluate.jsonl'  # of `podracer_jit evaluate`
 VIDEOS = ('video.mp4', 'video.gif')
 # Fields in which runs of one group may differ: where and how often things happen, not what.
-FREE = ('placement.', 'log.', 'eval.', 'checkpoint.')
+# `microbatch_rows`, which the platform and the task decide, changes only how gradients are rounded.
+FREE = ('placement.', 'log.', 'eval.', 'checkpoint.', 'microbatch_rows')
 SEED = 'seed'
 TASK = 'env.task'
 TOTAL = 'total_steps'

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podracer_jit import api, experiment
+from podracer_jit import api, experiment, task_sets
 from podracer_jit.cli import evaluate as command
 from podracer_jit.envs import envpool_envs, families
 from podracer_jit.envs.seeds import env_seeds
@@ -392,6 +392,21 @@ def test_each_evaluation_is_a_line_and_the_newest_is_whole(tmp_path, evaluate, c
       first['versions'])
   assert first['host'] and first['time'] <= second['time'] and first['time'].endswith('+00:00')
   assert not list(tmp_path.glob('*.tmp'))
+
+
+def test_the_published_score_of_the_task_is_printed_with_its_protocol(tmp_path, evaluate, capsys):
+  config = experiment.config('ppo', 'mlp', 'adam')
+  config.env.task = 'InvertedPendulum-v4'
+  _save(tmp_path, config, 1)
+  assert command.main(['podracer_jit evaluate', f'--workdir={tmp_path}', *PLAY]) == 0
+  (line,) = [line for line in capsys.readouterr().out.splitlines() if 'published' in line]
+  nearest = task_sets.nearest('InvertedPendulum-v4', 'ppo', 10)
+  assert line == f'published  {nearest.words()}'
+  assert nearest.title == 'CleanRL PPO' and nearest.protocol in line and nearest.reference in line
+  # A task without one gets no such line.
+  _save(tmp_path / 'cart', _cart_config(), 1)
+  assert command.main(['podracer_jit evaluate', f'--workdir={tmp_path / "cart"}', *PLAY]) == 0
+  assert 'published' not in capsys.readouterr().out
 
 
 def test_the_record_of_other_tasks_has_the_versions_of_their_libraries():

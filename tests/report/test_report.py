@@ -141,6 +141,43 @@ def test_unfinished_failed_single_and_unequal_runs_are_taken_and_said(tmp_path):
     assert words in html, words
 
 
+def test_what_was_not_run_is_marked_and_workdirs_are_named(tmp_path):
+  make(tmp_path / 'runs' / 'a1', task='Catch-v0')
+  make(tmp_path / 'runs' / 'a2', task='Acrobot-v1')
+  make(tmp_path / 'runs' / 'b1', task='Catch-v0', rate=0.01)
+  html = report([tmp_path / 'runs'], tmp_path / 'out')
+  row = re.search(r'<tr>\s*<th scope="row">Acrobot-v1</th>(?:(?!</tr>).)*0\.01.*?</tr>', html, re.S)
+  assert 'not run' in row[0]
+  assert html.count('not run') == 1
+  assert 'No published figures of Acrobot-v1, Catch-v0 are known' in html
+  assert all(str(tmp_path / 'runs' / name) in html for name in ('a1', 'a2', 'b1'))
+
+
+def test_what_decides_only_roundings_makes_no_group(tmp_path):
+  for seed, rows in ((1, 64), (2, 0)):
+    folder = make(tmp_path / 'runs' / f's{seed}', seed=seed)
+    content = json.loads((folder / 'config.json').read_text())
+    content['config'] |= {'microbatch_rows': rows}
+    (folder / 'config.json').write_text(json.dumps(content))
+  (group,) = comparing.grouped(reading.read([tmp_path / 'runs']))
+  assert [run.seed for run in group.runs] == [1, 2]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize('out, words', [
+    ('', 'podracer_jit report: --out is needed: podracer_jit report runs/ppo runs/sweep '
+     '--out=report\n'),
+    ('file', 'podracer_jit report: --out: file is a file; name a folder\n'),
+    ('run', 'podracer_jit report: --out: run is a workdir; choose another folder\n')])
+def test_a_folder_that_cannot_be_written_is_refused(out, words, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  make(tmp_path / 'run')
+  (tmp_path / 'file').write_text('mine')
+  assert main(['podracer_jit', 'report', 'run', f'--out={out}']) == 2
+  assert capsys.readouterr().err == words
+  assert (tmp_path / 'file').read_text() == 'mine'
+
+
 def test_identical_runs_are_named_and_count_once(tmp_path):
   make(tmp_path / 'runs' / 'a', seed=1)
   make(tmp_path / 'runs' / 'b', seed=1, updates=20, total=40_000)
