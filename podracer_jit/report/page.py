@@ -769,9 +769,9 @@ def _repeat(runs: Sequence[Run], command: Sequence[str]) -> dict[str, Any]:
   where = (f' The commands of training were given at the commit {", ".join([*commits][:3])}.'
            if commits else '')
   return dict(parts=[part for part in parts if part['lines']],
-              words='Each command that was given, in order. With another --workdir and the versions '
-                    'above, a command of training repeats its run; with the same, it goes on with '
-                    f'what is unfinished.{where}')
+              words='Each command that was given, in order. With another --workdir and the '
+                    'versions above, a command of training repeats its run; with the same, it '
+                    f'goes on with what is unfinished.{where}')
 
 
 def _evaluation(run: Run, record: Mapping[str, Any]) -> str:
