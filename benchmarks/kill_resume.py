@@ -67,7 +67,8 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 PHASES = ('starting', 'preparing', 'training', 'writing')
 EVENTS = ('draft', 'checkpoint', 'line')  # the writes that a signal may follow
 # In metrics.jsonl.
-TIMES = {'sps', 'elapsed_s', 'wall_s', 'actor_wait_s', 'learner_wait_s', 'samples_per_s'}
+TIMES = {'sps', 'elapsed_s', 'wall_s', 'actor_wait_s', 'learner_wait_s', 'samples_per_s',
+         'memory_mb'}
 
 
 class Place(NamedTuple):

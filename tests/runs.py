@@ -27,9 +27,9 @@ from tests.flags import COMPILED_SOON
 # The environment of processes that run for seconds; they cache more compiled programs than usual.
 QUICK = os.environ | {'XLA_FLAGS': COMPILED_SOON,
                       'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1'}
-# Fields of a record that depend on time.
+# Fields of a record that depend on the process and its time.
 TIMES = ('sps', 'elapsed_s', 'wall_s', 'actor_wait_s', 'learner_wait_s', 'eval_wait_s',
-         'samples_per_s')
+         'samples_per_s', 'memory_mb')
 
 
 def small(loss='impala', task='CartPole-v1', network='mlp', **fields):

@@ -368,7 +368,8 @@ def make_learner(experiment: Experiment, mesh: Mesh) -> Learner:
   # XLA's all-reduce adds one gradient of each device, so each device is one group.
   if not experiment.exact_reduce and not algorithm.learns_from_replay:
     count = mesh.size
-  groups = Groups(count, num_envs // count, mesh.size, experiment.exact_reduce)
+  groups = Groups(count, num_envs // count, mesh.size, experiment.exact_reduce,
+                  together=mesh.devices.flat[0].platform != 'cpu')
   if not algorithm.learns_from_replay:
     return RolloutLearner(
         FromRollouts(algorithm, groups, experiment.num_epochs, experiment.num_minibatches,

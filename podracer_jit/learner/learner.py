@@ -13,7 +13,6 @@ from podracer_jit.learner import sharding
 from podracer_jit.learner.from_replay import FromReplay
 from podracer_jit.learner.from_rollouts import FromRollouts
 from podracer_jit.numerics.deterministic import AXIS
-from podracer_jit.numerics.groups import Groups
 from podracer_jit.numerics.tracing import zeros
 from podracer_jit.replay import buffer
 from podracer_jit.replay.rate_limiter import RateLimiter
@@ -149,7 +148,7 @@ class RolloutLearner(Learner):
     key = mesh, workers
     if key not in self._gradient_programs:
       groups = self.source.groups
-      share = Groups(groups.count // workers, groups.envs, mesh.size)
+      share = groups._replace(count=groups.count // workers, mesh_size=mesh.size, exact=True)
       self._gradient_programs[key] = sharding.gradient_programs(self.source.seen_from(share), mesh)
     return self._gradient_programs[key]
 

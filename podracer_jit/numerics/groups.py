@@ -25,6 +25,7 @@ class Groups(NamedTuple):
   envs: int  # environments in a group
   mesh_size: int = 1  # devices that share the groups evenly
   exact: bool = True  # True: sums have one fixed order; False: XLA's all-reduce adds
+  together: bool = False  # `map` computes all groups of a device at once
 
   @property
   def local(self) -> int:
@@ -58,7 +59,11 @@ class Groups(NamedTuple):
     return jax.tree.map(lambda x: jnp.concatenate(list(x), axis=1), tree)
 
   def map(self, function: Callable, *xs: Any) -> Any:
-    """Applies a function to each group of this device, one after the other.
+    """Applies a function to each group of this device: one after the other, or `together`.
+
+    One after the other suits CPUs, where the arrays of a group fit into a cache, and the bits do
+    not depend on the number of groups on the device. Together suits accelerators, whose time
+    follows from the number of kernels.
 
     Args:
       function: takes one row of each of `xs`. Its arithmetic must be an island, or its rounding
@@ -69,6 +74,8 @@ class Groups(NamedTuple):
       The results, stacked along a leading axis [local].
     """
     chex.assert_tree_shape_prefix(xs, (self.local,))
+    if self.together:
+      return jax.vmap(function)(*xs)
     return lax.map(lambda row: function(*row), xs)
 
   def total(self, tree: Any) -> Any:

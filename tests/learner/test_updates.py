@@ -14,6 +14,7 @@ from podracer_jit.agents import networks, optimizers
 from podracer_jit.agents.policies import categorical
 from podracer_jit.envs import frames
 from podracer_jit.envs.protocol import EnvSpec
+from podracer_jit.experiment import build
 from podracer_jit.learner import updates
 from podracer_jit.learner.from_rollouts import FromRollouts, Prepared
 from podracer_jit.losses import ALGORITHMS, IMPALA, PPO
@@ -23,9 +24,10 @@ from podracer_jit.numerics import deterministic, fingerprints
 from podracer_jit.numerics.groups import Groups
 from podracer_jit.types import Episodes, Rollout, TrainState
 from tests import reference
+from tests.agents.test_running_moments import of_replay
 from tests.envs.test_frames import make_stacks
 from tests.made import bound
-from tests.runs import on_mesh
+from tests.runs import changed, on_mesh, run, small
 from tests.tiers import essential
 
 ACTIONS = 3
@@ -208,13 +210,14 @@ def _gradient(source):
   return gradient
 
 
-def _source(name, groups, microbatch_rows=0):
-  return FromRollouts(make(name), Groups(groups, NUM_ENVS // groups), 1, 2, microbatch_rows)
+def _source(name, groups, microbatch_rows=0, together=False):
+  of_groups = Groups(groups, NUM_ENVS // groups, together=together)
+  return FromRollouts(make(name), of_groups, 1, 2, microbatch_rows)
 
 
-def _case(name, groups, microbatch_rows):
+def _case(name, groups, microbatch_rows, together=False):
   rollout = make_rollout(1, STEPS, NUM_ENVS)
-  source = _source(name, groups, microbatch_rows)
+  source = _source(name, groups, microbatch_rows, together)
   params = make_params(source.algorithm)
   targets = None
   if name == 'ppo':  # the reference has NaN in invalid rows, which no mask would stop
@@ -223,10 +226,11 @@ def _case(name, groups, microbatch_rows):
   return rollout, params, _first_minibatch(source), targets, source
 
 
-@pytest.mark.parametrize('groups, microbatch_rows', [(1, 0), (2, 6), (4, 1)])
+@pytest.mark.parametrize('groups, microbatch_rows, together', [
+    (1, 0, False), (2, 6, False), (4, 1, False), (4, 0, True), (2, 6, True)])
 @pytest.mark.parametrize('name', ['impala', 'ppo'])
-def test_gradient_is_the_one_of_the_whole_minibatch(name, groups, microbatch_rows):
-  rollout, params, items, targets, source = _case(name, groups, microbatch_rows)
+def test_gradient_is_the_one_of_the_whole_minibatch(name, groups, microbatch_rows, together):
+  rollout, params, items, targets, source = _case(name, groups, microbatch_rows, together)
   group_envs = NUM_ENVS // groups
   grads, aux = jax.jit(_gradient(source))(params, rollout, targets, items)
   terms = aux.terms | {'valid': aux.valid}
@@ -642,3 +646,24 @@ def test_the_kl_of_a_minibatch_without_valid_rows_is_no_division_by_zero():
   state, _ = updates.make_update(algorithm)(state, jnp.zeros(1), Aux({'approx_kl': jnp.zeros(())},
                                                                      jnp.zeros(())))
   assert float(optax.tree.get(state.opt_state, 'kl_factor')) == 1.5
+
+
+@pytest.mark.parametrize('loss', essential(['pqn', 'dqn', 'r2d2', 'sac'], 'dqn'))
+def test_groups_together_learn_what_they_learn_one_after_the_other(loss, monkeypatch):
+  """As on accelerators; compares the first update that learns, whose experience is the same."""
+  config = changed(of_replay(loss) if loss != 'pqn' else small('pqn', num_grad_shards=2),
+                   scheme='apex_lockstep' if loss != 'pqn' else 'sync')
+
+  def first_steps():
+    _, reports, _ = run(config, updates=3)
+    metrics = [{name: np.asarray(x)[i] for name, x in report.metrics.items()
+                if name.endswith('loss') or name == 'grad_norm'}
+               for report in map(jax.device_get, reports) for i in range(report.count)]
+    return next(of_update for of_update in metrics if of_update['grad_norm'])
+
+  one_by_one = first_steps()
+  monkeypatch.setattr(build, 'Groups', lambda *args, together: Groups(*args, together=True))
+  together = first_steps()
+  assert len(one_by_one) > 1 and one_by_one.keys() == together.keys()
+  for name, value in one_by_one.items():
+    assert_allclose(together[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
