@@ -43,7 +43,7 @@ def get_config(arg: str = ''):
   config = experiment.config(loss, 'compare:AnyTask', 'adam', scheme='fused')
   config.env.task = 'CartPole-v1'
   config.env.num_envs = 16
-  config.total_steps = 800_000
+  config.total_steps = 400_000
   config.normalise.reward = True  # one size of returns for all tasks
   config.loss.discount = 0.99
   config.optimizer.learning_rate = 1e-3  # linearly to 0
