@@ -115,9 +115,11 @@ class VMPO(Algorithm):
     temperature_loss = eta * (self.epsilon_eta + log_sum - jnp.log(jnp.sum(best)))
 
     # Weights of this microbatch's rows (equation 3). They sum to 1 over the minibatch, and `Aux`
-    # and `batch.count` take means, hence the factor.
-    weight = batch.count * jnp.exp(lax.stop_gradient(batch.targets['advantage'] / eta - log_sum))
-    weight = jnp.where(batch.targets['advantage'] >= median, weight, 0.0)
+    # and `batch.count` take means, hence the factor. The exponential of an invalid row could be
+    # infinite, and its product with 0 is no number.
+    is_best = rollout.valid & (batch.targets['advantage'] >= median)
+    log_weight = jnp.where(is_best, batch.targets['advantage'] / eta - log_sum, -jnp.inf)
+    weight = batch.count * jnp.exp(lax.stop_gradient(log_weight))
 
     # Equation 5, with a multiplier for each divergence (appendix C).
     kl = self.divergences(target_dist_params, dist_params)

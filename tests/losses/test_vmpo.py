@@ -219,3 +219,24 @@ def test_a_run_is_the_same_in_one_program_and_on_two_devices():
                      placement__learner_devices=(0,)))[0] == of_sync
   assert run(changed(config, placement__actor_devices=(0, 1),
                      placement__learner_devices=(0, 1)))[0] == of_sync
+
+
+def test_an_invalid_row_of_a_large_advantage_changes_nothing():
+  """Its weight, the exponential of advantage over temperature, would be infinite."""
+  algorithm, state, rollouts, batches = _case('CartPole-v1')
+  cold = {'temperature': jnp.float32(0.01)}
+  state = state._replace(params=state.params | {'duals': state.params['duals'] | cold})
+  valid = np.stack([rollout.valid for rollout in rollouts])
+  advantage = np.stack([batch.targets['advantage'] for batch in batches])
+  group, t, env = np.argwhere(~valid)[0]
+
+  def gradient(of_invalid):
+    advantage[group, t, env] = of_invalid
+    targets = batches[group].targets | {'advantage': jnp.asarray(advantage[group])}
+    statistics = algorithm.statistics(state, valid, {'advantage': jnp.asarray(advantage)})
+    batch = batches[group]._replace(targets=targets, statistics=statistics)
+    return jax.jit(algorithm.gradient)(state, batch, None)[0]
+
+  usual, large = gradient(0.0), gradient(advantage[valid].max() + 3)
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(usual))
+  jax.tree.map(assert_array_equal, large, usual)
