@@ -20,7 +20,8 @@ With seeds 1, 2 and 3 the mean return of the last 100 training episodes is 498, 
 | rewards are normalised | yes | appendix A | `normalise.reward` |
 | learning rate of Adam | 5e-4 | appendix A | `optimizer.learning_rate` |
 
-Policy and value take the same number of epochs. `network.separate_critic = False` is no PPG.
+Policy and value take the same number of epochs. The phase goes on with the moments of Adam; the
+authors' program has a second Adam for it.
 """
 
 import dataclasses
@@ -57,6 +58,16 @@ class PPG(PPO):
   beta_clone: float = option(1.0, 'weight of the divergence from the policy before the phase',
                              at_least=0)
 
+  def make_network(self) -> nn.Module:
+    """Returns PPO's network.
+
+    Raises:
+      ValueError: policy and value share layers, which the phase is for.
+    """
+    if not self.parts.torso_options.separate_critic:
+      raise ValueError('network.separate_critic: must be True')
+    return super().make_network()
+
   def heads(self) -> dict[str, nn.Module]:
     """Returns the auxiliary value head of the policy's network."""
     return {'auxiliary_value': Value()}
@@ -74,7 +85,7 @@ class PPG(PPO):
     """Returns the auxiliary phase."""
     fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
     return Auxiliary(Distillation(**fields), self.policy_updates, self.aux_epochs,
-                              self.aux_minibatches * self.policy_updates)
+                     self.aux_minibatches * self.policy_updates)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +108,10 @@ class Distillation(PPG):
     old, *_ = self.network.apply(before, rows.obs, None, None)
     new, value, _, heads = self.network.apply(params, rows.obs, None, None, rows.action)
 
+    unit = self.unit_of_values(params)
+
     def loss_of(value):
-      return 0.5 * jnp.square(value - batch.targets['value_target'])
+      return 0.5 * jnp.square((value - batch.targets['value_target']) * unit)
 
     aux = Aux.of({'distillation_loss': loss_of(heads['auxiliary_value']),
                   'clone_kl': self.parts.policy.kl(old, new), 'aux_value_loss': loss_of(value)},

@@ -34,7 +34,8 @@ random finds the treasure once in 2^20 episodes.
 Moments of an update normalise from the next update on. Intrinsic returns go to the end of the
 rollout, from where the intrinsic value goes on; the paper's code sums past bonuses instead. It also
 begins with observations of a random agent; here, the first update does not normalise them. The
-networks see a stack of frames as a whole, where the paper takes the newest.
+networks see a stack of frames as a whole, where the paper takes the newest. Advantages are
+normalised and gradients clipped, as PPO does here; the authors' program does neither.
 """
 
 import dataclasses
@@ -111,7 +112,14 @@ class RND(PPO):
     return {'intrinsic_value': Value()}
 
   def init(self, key: jax.Array) -> Params:
-    """Returns the network and the predictor, with moments of what the bonus needs."""
+    """Returns the network and the predictor, with moments of what the bonus needs.
+
+    Raises:
+      ValueError: the network takes observations apart, whose parts cannot be standardised.
+    """
+    if getattr(self.parts.torso, 'needs_parts', False):
+      raise ValueError(f'network.name: {type(self.parts.torso).__name__} takes observations apart, '
+                       'and the bonus is that of standardised ones; mlp and nature_cnn can')
     shape = action_masks.seen(self.parts.spec).obs_shape
     params = super().init(key)
     moments = {'obs': running_moments.initial(shape),

@@ -1,5 +1,7 @@
 """PQN on CartPole: Q-learning without a replay, in one program.
 
+Sizes and rates were chosen here; they are not those of the paper's program.
+
 podracer_jit --config=configs/pqn_cartpole.py --workdir=runs/pqn_cartpole
 """
 

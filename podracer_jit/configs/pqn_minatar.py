@@ -1,5 +1,8 @@
 """PQN on MinAtar with the authors' settings (2407.04811), in one program.
 
+Two things differ from their program: the first weights are orthogonal instead of He's, and
+observations, which are 0 or 1, are not divided by 255.
+
 podracer_jit --config=configs/pqn_minatar.py --workdir=runs/pqn_minatar
 podracer_jit --config=configs/pqn_minatar.py --workdir=runs/pqn_seeds --num_seeds=10
 """

@@ -30,6 +30,7 @@ from podracer_jit.runtime.machine import host_memory
 
 HOST = 'this machine'
 _USUAL_OBS = 4 * 84 * 84  # bytes of an observation of Atari
+LARGE_REPLAY = 10_000_000  # bytes from which a replay is worth a line
 NEAR = 0.8  # share of the memory above which a run gets a warning
 
 _Place = jax.Device | str  # a device with memory of its own, or HOST
@@ -84,6 +85,22 @@ def check(run: build.Run, copies: int = 1) -> list[str]:
       raise ValueError(line)
     warnings.append(line)
   return warnings
+
+
+def of_replay(run: build.Run, copies: int = 1) -> list[str]:
+  """Returns a line about a large replay: its memory, and that of the disk; none of a small one.
+
+  Args:
+    run: of the experiment.
+    copies: number of such runs in this process.
+  """
+  size = copies * nbytes(run.learner.replay_shapes())
+  if not run.experiment.algorithm.learns_from_replay or size < LARGE_REPLAY:
+    return []
+  saved = run.experiment.checkpoint
+  on_disk = f', and as much on the disk in each of {saved.keep} checkpoints' if saved.replay else ''
+  return [f'replay.capacity: {run.experiment.replay.capacity:,} items take {_gigabytes(size)} of '
+          f'memory{on_disk}']
 
 
 def capacity(place: _Place) -> int | None:

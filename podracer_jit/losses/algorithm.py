@@ -52,6 +52,7 @@ class Parts(NamedTuple):
   total_steps: int
   num_envs: int  # of the run
   unroll_length: int
+  min_size: int = 0  # items of a replay before the first gradient step
   precision: str = HIGHEST  # of products and convolutions, see `numerics.precision`
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -13,7 +14,7 @@ from podracer_jit.agents.q_networks import Critic
 from podracer_jit.losses.algorithm import MAX_N_STEP, Algorithm
 from podracer_jit.losses.items import Items, transitions
 from podracer_jit.numerics import counters
-from podracer_jit.options import INT32_MAX, option
+from podracer_jit.options import option
 from podracer_jit.types import Params, TrainState
 
 
@@ -22,21 +23,33 @@ class OffPolicyActorCritic(Algorithm):
   """Actor and critics for continuous actions and flat observations, which learn from a replay.
 
   The network of the config is the torso of the actor and of each critic. A subclass defines
-  `make_network` (the actor), `act`, `loss` and the targets.
+  `actor`, `act`, `loss` and the targets.
   """
 
   learns_from_replay: ClassVar[bool] = True
   policy_reads: ClassVar[str] = policies.ACTION  # stored actions are from -1 to 1
   takes: ClassVar[frozenset[str]] = frozenset()
   normalises: ClassVar[frozenset[str]] = frozenset()
+  # The policy's network, made of a torso and the number of elements of an action.
+  actor: ClassVar[type[nn.Module]]
 
   n_step: int = option(1, 'steps of a return before it is bootstrapped', at_least=1,
                        at_most=MAX_N_STEP)
   tau: float = option(0.005, 'share of the trained networks that their targets take in a step',
                       at_least=0, at_most=1)
   num_critics: int = option(2, 'critics, whose least value counts', at_least=1, at_most=100)
-  random_steps: int = option(5000, 'first steps of the run whose actions are uniform', at_least=0,
-                             at_most=INT32_MAX)
+
+  def make_network(self) -> nn.Module:
+    """Returns the policy's network.
+
+    Raises:
+      ValueError: the torso is for images; critics have no use for it.
+    """
+    torso = self.parts.torso
+    if any(getattr(torso, field, False) for field in ('needs_images', 'needs_parts')):
+      raise ValueError(f'name: {type(torso).__name__} is for images, and critics read numbers '
+                       'beside the action; mlp and simba take observations of any shape')
+    return self.actor(torso, self.parts.policy.action_shape[0])
 
   @property
   def critic(self) -> Critic:
@@ -67,14 +80,14 @@ class OffPolicyActorCritic(Algorithm):
     return {'actor': state.params['actor'], 'steps': state.steps}
 
   def uniform_at_first(self, params: Any, key: jax.Array, action: jax.Array) -> jax.Array:
-    """Returns uniform actions in the first `random_steps`, later the given ones.
+    """Returns uniform actions in the first `replay.min_size` steps, later the given ones.
 
     Args:
       params: the result of `acting`.
       key: PRNG key.
       action: [B, A], from -1 to 1.
     """
-    is_random = counters.as_float(params['steps']) < self.random_steps
+    is_random = counters.as_float(params['steps']) < self.parts.min_size
     uniform = jax.random.uniform(key, action.shape, minval=-1.0, maxval=1.0)
     return jnp.where(is_random, uniform, action)
 

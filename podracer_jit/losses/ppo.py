@@ -112,6 +112,11 @@ class PPO(Algorithm):
     # A minibatch may have equal advantages, whose deviation is 0.
     return mean, jnp.sqrt(variance) + 1e-8
 
+  def unit_of_values(self, params: Params) -> jax.Array | float:
+    """Returns the factor of errors of values: they count in deviations if values are normalised."""
+    moments = running_moments.moments_of(params)
+    return 1.0 / running_moments.deviation(moments['values']) if 'values' in moments else 1.0
+
   def loss(self, params: Params, state: TrainState, batch: Batch, key: jax.Array
            ) -> tuple[jax.Array, Aux]:
     """Returns this part's share of the minibatch's mean loss; see `Algorithm.loss`."""
@@ -123,10 +128,7 @@ class PPO(Algorithm):
     else:
       dist_params, value, _ = self.network.apply(params, rollout.obs, None, rollout.valid)
 
-    # The value loss is measured in standard deviations of values if they are normalised.
-    moments = running_moments.moments_of(params)
-    unit = 1.0 / running_moments.deviation(moments['values']) if 'values' in moments else 1.0
-
+    unit = self.unit_of_values(params)
     of_rows = (dist_params, value * unit, rollout.action, rollout.extras['log_prob'],
                rollout.extras['value'] * unit, (batch.targets['advantage'] - mean) / std,
                batch.targets['value_target'] * unit, rollout.valid)

@@ -67,11 +67,16 @@ class SAC(OffPolicyActorCritic):
   | `optimizer.learning_rate` (Adam), of all parts | 3e-4 |
   | `network.hidden` (ReLU) | 256, 256 |
 
+  An update takes `replay.gradient_steps` steps whatever its rollout holds. Rows of resets are no
+  steps, so where episodes are short, there are somewhat more gradient steps than steps.
+
   There are four differences from the paper. Actor, critics and temperature take their gradients at
   the same parameters; in algorithm 1 the critics step first. The temperature is trained by its
-  logarithm. Log standard deviations are squashed into -5 to 2. The first `random_steps` actions are
-  uniform. The authors' program has the second and the last of them, too.
+  logarithm. Log standard deviations are squashed into -5 to 2. The first `replay.min_size` actions
+  are uniform. The authors' program has the second and the last of them, too.
   """
+
+  actor = Actor
 
   critic_rate: float = option(1.0, "the critics' learning rate, relative to the optimizer's",
                               at_least=0)
@@ -79,10 +84,6 @@ class SAC(OffPolicyActorCritic):
   alpha_rate: float = option(
       1.0, "the temperature's learning rate, relative to the optimizer's; 0: it stays", at_least=0)
   target_entropy: float = option(-1.0, 'entropy for each element of an action, in nats')
-
-  def make_network(self) -> Actor:
-    """Returns the policy's network."""
-    return Actor(self.parts.torso, self.parts.policy.action_shape[0])
 
   def init(self, key: jax.Array) -> Params:
     """Returns the actor, the critics and the temperature's logarithm."""

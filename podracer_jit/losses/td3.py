@@ -42,7 +42,7 @@ class TD3(OffPolicyActorCritic):
   | `target_noise`, `target_noise_clip` | 0.2, 0.5 | 5.3, 6.1 |
   | `noise` | 0.1 | 6.1 |
   | `tau` | 0.005 | 6.1 |
-  | `random_steps` | 10,000 on HalfCheetah and Ant, 1,000 elsewhere | 6.1 |
+  | `replay.min_size`, uniform actions | 10,000 on HalfCheetah and Ant, or 1,000 | 6.1 |
   | `replay.batch_size` | 100 | 6.1 |
   | `optimizer.learning_rate` (Adam) | 0.001 | 6.1 |
   | `network.hidden` (ReLU) | 400, 300 | 6.1 |
@@ -59,10 +59,6 @@ class TD3(OffPolicyActorCritic):
   target_noise_clip: float = option(0.5, 'bound of that noise', at_least=0)
   noise: float = option(0.1, 'deviation of the noise of exploration, of actions from -1 to 1',
                         at_least=0)
-
-  def make_network(self) -> Actor:
-    """Returns the policy's network."""
-    return Actor(self.parts.torso, self.parts.policy.action_shape[0])
 
   def init_target(self, params: Params) -> Params:
     """Returns the target actor and the target critics."""

@@ -428,7 +428,7 @@ def opened(experiment: Experiment, workdir: Path, request: Request,
   run = build.make_run(experiment, crew)
   trial.check(run)
   notes += [*(f'warning: {line}' for line in memory.check(run, num_seeds or 1)),
-            *checks.notes(experiment), *_untried(run)]
+            *memory.of_replay(run, num_seeds or 1), *checks.notes(experiment), *_untried(run)]
   runs = []
   with contextlib.ExitStack() as stack:
     if num_seeds is None:

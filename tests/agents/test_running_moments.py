@@ -160,7 +160,7 @@ MOMENTS = dict(CartPole=([0.1, -0.2, 0.3, 0.5], [0.5, 2.0, 0.3, 1.5]),
 def test_losses_and_actions_are_those_of_standardised_observations(loss):
   config = of_replay(loss)
   if loss in ('sac', 'td3'):
-    config['loss']['random_steps'] = 0
+    config['replay']['min_size'] = 0
   algorithm, plain = (resolve(x).algorithm for x in (config, changed(config, normalise__obs=False)))
   of_task = MOMENTS[config['env']['task'].partition('-')[0]]
   mean, deviation = map(np.float32, of_task)

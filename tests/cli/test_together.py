@@ -23,6 +23,8 @@ from tests.processes import command
 from tests.runs import QUICK, small
 from tests.tiers import essential
 
+ROOT = Path(__file__).resolve().parents[2]
+
 CATCH = ['--config=configs/impala_catch.py:smoke', '--config.env.renew_every_updates=5',
          '--config.checkpoint.every_updates=4', '--config.log.tensorboard=False',
          '--config.num_shards=2', '--config.num_grad_shards=2', '--config.total_steps=6000']
@@ -93,13 +95,17 @@ def test_two_processes_make_the_same_bits_as_one(uninterrupted, tmp_path):
     ['apex_dqn_catch.py:smoke'], ['r2d2_memory.py:smoke', '--config.env.num_envs=8'],
     ['sac_pendulum.py:smoke'], ['td3_pendulum.py:smoke'],
     ['pqn_cartpole.py:smoke', '--config.scheme=sync', '--config.env.num_envs=8',
-     '--config.unroll_length=8']])
+     '--config.unroll_length=8'],
+    *([f'{ROOT}/examples/{name}.py:smoke', '--config.scheme=sync', '--config.env.num_envs=8',
+       '--config.unroll_length=16'] for name in ('vmpo', 'ppg', 'rnd'))])
 @pytest.mark.same_bits('2 processes and 1',
-                       'DQN: MLP, R2D2: GRU, SAC, TD3 (`apex_lockstep`), PQN: MLP (`sync`)')
+                       'DQN: MLP, R2D2: GRU, SAC, TD3 (`apex_lockstep`), PQN: MLP, V-MPO, PPG, RND '
+                       '(`sync`)')
 def test_two_processes_of_each_newer_algorithm_make_the_same_bits_as_one(config, tmp_path):
   """One process can also repeat an update of a later segment, and have their replay."""
   name, *fields = config
-  apex = [f'--config=configs/{name}', *fields, '--config.total_steps=2500',
+  path = name if name.startswith('/') else f'configs/{name}'
+  apex = [f'--config={path}', *fields, '--config.total_steps=2500',
           '--config.env.renew_every_updates=8', '--config.checkpoint.every_updates=12',
           '--config.log.tensorboard=False',
           '--config.num_shards=2', '--config.num_grad_shards=2']

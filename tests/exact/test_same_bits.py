@@ -190,6 +190,15 @@ ROWS = (
         'r2d2', network__core='gru', network__core_size=8, loss__burn_in=2, loss__trace_length=8,
         replay__min_size=32), (),
         (Way('fused', **TWO, calls=3, segments=(3, 4)), Way('sync', segments=(2, 5))), updates=7),
+    *(Row(name, lambda kind=kind: test_apex.config(kind), (),
+          (Way('fused', calls=3), Way('ddppo', **TWO), Way('sync', (0,), (2, 1))), updates=8)
+      for name, kind in (('SAC', 'sac'), ('TD3', 'td3'))),
+    *(Row(name, lambda kind=kind: test_apex.config(kind), (),
+          (Way('apex_lockstep'), Way('cleanba', **SPLIT)), updates=8, **WITH_LAG_1)
+      for name, kind in (('SAC', 'sac'), ('TD3', 'td3'))),
+    Row('PQN, MLP, large batches', lambda: large('pqn'), (), LAG_0, updates=4),
+    Row('PQN, GRU', lambda: recurrent('pqn', 'gru'), (),
+        (Way('dppo', **TWO), Way('fused', calls=4), Way('sync', (0, 1), (2, 1)))),
     Row('DQN, CNN', lambda: test_apex.config('pixels'), (), (Way('ddppo', **TWO),), updates=8),
 )
 

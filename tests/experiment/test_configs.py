@@ -12,6 +12,8 @@ from podracer_jit.configs import (
   ppo_mujoco,
   ppo_mujoco_fast,
   ppo_pong_envpool,
+  pqn_minatar,
+  sac_mujoco,
   td3_mujoco,
 )
 from podracer_jit.experiment.resolve import placement_of
@@ -73,9 +75,26 @@ CASES = {  # 2310.00036
         'optimizer.anneal': False, 'optimizer.eps': 1e-8, 'loss.discount': 0.99, 'loss.tau': 0.005,
         'loss.num_critics': 2, 'loss.policy_delay': 2, 'loss.target_noise': 0.2,
         'loss.target_noise_clip': 0.5, 'loss.noise': 0.1, 'loss.n_step': 1,
-        'loss.random_steps': 25_000, 'replay.min_size': 25_000, 'replay.capacity': 1_000_000,
+        'replay.min_size': 25_000, 'replay.capacity': 1_000_000,
         'replay.batch_size': 256, 'replay.gradient_steps': 4 * 8, 'unroll_length': 4,
-        'env.num_envs': 8, 'replay.priority_exponent': 0.0})}
+        'env.num_envs': 8, 'replay.priority_exponent': 0.0}),
+    # 1812.05905, table 1, with the critics' rate of CleanRL's sac_continuous_action.
+    'SAC': (sac_mujoco, {
+        'total_steps': 1_000_000, 'env.task': 'HalfCheetah-v4', 'network.hidden': (256, 256),
+        'network.activation': 'relu', 'optimizer.name': 'adam', 'optimizer.learning_rate': 3e-4,
+        'loss.critic_rate': pytest.approx(1e-3 / 3e-4), 'optimizer.anneal': False,
+        'loss.discount': 0.99, 'loss.tau': 0.005, 'loss.num_critics': 2,
+        'loss.target_entropy': -1.0, 'loss.n_step': 1, 'replay.capacity': 1_000_000,
+        'replay.batch_size': 256, 'replay.gradient_steps': 4 * 8, 'unroll_length': 4,
+        'env.num_envs': 8, 'replay.priority_exponent': 0.0}),
+    # The authors' program of 2407.04811 for MinAtar.
+    'PQN': (pqn_minatar, {
+        'total_steps': 10_000_000, 'env.num_envs': 128, 'unroll_length': 32, 'num_minibatches': 32,
+        'num_epochs': 2, 'loss.discount': 0.99, 'loss.trace_lambda': 0.65,
+        'loss.epsilon': 'linear:1:0.05:0.1', 'optimizer.name': 'radam',
+        'optimizer.learning_rate': 5e-4, 'optimizer.anneal': True, 'optimizer.max_grad_norm': 10.0,
+        'network.channels': (16,), 'network.kernels': (3,), 'network.hidden': 128,
+        'network.layer_norm': True})}
 
 
 @pytest.mark.parametrize('case', CASES)

@@ -136,6 +136,20 @@ def test_as_many_states_of_an_actor_are_counted_as_are_alive(scheme, most):
   assert most <= max(counts) <= most + (scheme != 'impala')
 
 
+def test_a_large_replay_is_told_with_its_memory_and_disk():
+  million = dict(replay__capacity=2**20, checkpoint__keep=3)
+  run = fresh(changed(CASES['replay'], **million))
+  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(run.learner.replay_shapes()))
+  (line,) = memory.of_replay(run)
+  assert line == (f'replay.capacity: 1,048,576 items take {size / 1e9:.2g} GB of memory, and as '
+                  'much on the disk in each of 3 checkpoints')
+  unsaved = changed(CASES['replay'], **million, checkpoint__replay=False)
+  (line,) = memory.of_replay(fresh(unsaved), copies=4)
+  assert line == f'replay.capacity: 1,048,576 items take {4 * size / 1e9:.2g} GB of memory'
+  assert memory.of_replay(fresh(CASES['replay'])) == []
+  assert memory.of_replay(fresh(small('ppo'))) == []
+
+
 def test_a_run_that_does_not_fit_is_refused_and_a_tight_fit_gives_a_warning(monkeypatch):
   run = fresh(changed(CASES['replay'], replay__capacity=64_000))
   needed = sum(part.nbytes for part in memory.estimate(run))

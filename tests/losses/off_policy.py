@@ -12,8 +12,8 @@ N = 6
 
 def config_of(loss, **fields):
   """Returns a small config on Pendulum, with a replay that fills in two updates."""
-  config = changed(small(loss, 'Pendulum-v1'), num_minibatches=1, loss__random_steps=100,
-                   network__hidden=(8,), network__activation='relu')
+  config = changed(small(loss, 'Pendulum-v1'), num_minibatches=1, network__hidden=(8,),
+                   network__activation='relu')
   config['replay'] |= dict(capacity=256, min_size=64, batch_size=16, gradient_steps=2,
                            priority_exponent=0.0)
   return changed(config, **fields)

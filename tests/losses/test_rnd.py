@@ -12,7 +12,7 @@ from examples.rnd import RND, DeepSea
 from podracer_jit import testing
 from podracer_jit.agents import running_moments
 from podracer_jit.agents.running_moments import Moments
-from podracer_jit.experiment import trial
+from podracer_jit.experiment import build, trial
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.losses import PPO
 from podracer_jit.losses.algorithm import Batch
@@ -197,3 +197,10 @@ def test_the_treasure_is_at_the_end_of_all_steps_to_the_right():
       total += float(reward)
       assert ended == (t == 3) and obs.sum() == (t < 3)
     assert_allclose(total, 0.99 if wrong is None else -0.0075, rtol=1e-5)
+
+
+def test_a_network_that_takes_observations_apart_is_refused():
+  """It would turn standardised observations back into whole numbers."""
+  config = small('examples.rnd:RND', 'MiniGrid-Empty-5x5-v0', 'image_and_vector')
+  with pytest.raises(ValueError, match='network.name: ImageAndVector takes observations apart'):
+    build.check_network(resolve(config))

@@ -8,12 +8,13 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit import losses, testing
+from podracer_jit.experiment import build
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.losses.sac import draw
 from podracer_jit.numerics import counters
 from tests.losses import off_policy
 from tests.losses.off_policy import N, mlp
-from tests.runs import changed, run
+from tests.runs import changed, run, small
 
 config_of = functools.partial(off_policy.config_of, 'sac')
 
@@ -138,12 +139,19 @@ def test_first_actions_are_uniform_and_evaluations_take_the_mean():
     params = algorithm.acting(state._replace(steps=state.steps + steps))
     return np.array(algorithm.act(params, obs, None, valid, key, exploration).action)[:, 0]
 
-  first = act(99, jax.random.key(3), algorithm.exploration(4000))
+  first = act(63, jax.random.key(3), algorithm.exploration(4000))
   assert_allclose(np.quantile(first, [0.1, 0.5, 0.9]), [-0.8, 0, 0.8], atol=0.06)
-  later = act(100, jax.random.key(3), algorithm.exploration(4000))
+  later = act(64, jax.random.key(3), algorithm.exploration(4000))
   assert_array_equal(later, act(0, jax.random.key(3), None))  # as in an evaluation
   assert not np.array_equal(first, later)
   assert len(np.unique(act(0, None, None))) == 1
+
+
+@pytest.mark.parametrize('loss', ['sac', 'td3'])
+def test_images_are_refused(loss):
+  config = changed(small(loss, 'CarRacing-v3', 'nature_cnn'), num_minibatches=1)
+  with pytest.raises(ValueError, match='network.name: NatureCNN is for images, and critics read '):
+    build.check_network(resolve(config))
 
 
 def test_discrete_actions_are_refused():

@@ -150,13 +150,13 @@ def test_actions_are_uniform_at_first_then_noisy_and_plain_in_evaluations():
 
   plain = act(0, None, None)
   assert_allclose(plain, _act(state.params['actor'], obs[:1])[0, 0], rtol=1e-5)
-  assert_array_equal(plain, act(100, key, None))
+  assert_array_equal(plain, act(64, key, None))
   explores = algorithm.exploration(4000)
-  assert_allclose(np.quantile(act(99, key, explores), [0.1, 0.5, 0.9]), [-0.8, 0, 0.8], atol=0.06)
-  noise = act(100, key, explores) - plain
+  assert_allclose(np.quantile(act(63, key, explores), [0.1, 0.5, 0.9]), [-0.8, 0, 0.8], atol=0.06)
+  noise = act(64, key, explores) - plain
   assert abs(plain[0]) < 0.3  # so that few sums reach a bound
   assert_allclose(np.quantile(noise, [0.159, 0.5, 0.841]), [-0.2, 0, 0.2], atol=0.02)
-  near_bound = act(100, key, explores, shift=2.0)
+  near_bound = act(64, key, explores, shift=2.0)
   assert near_bound.max() == 1.0 and 0.1 < np.mean(near_bound == 1.0) < 0.9
 
 

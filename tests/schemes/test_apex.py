@@ -34,9 +34,10 @@ def config(kind, **fields):
   """Returns a config whose updates have 256 rows in two groups; the replay is full in update 3."""
   loss, network, task = {
       'dqn': ('dqn', 'mlp', 'CartPole-v1'), 'dpg': ('dpg', 'deterministic', 'CartpoleSwingup-v1'),
-      'pixels': ('dqn', 'nature_cnn', 'Pong-v5'), 'r2d2': ('r2d2', 'mlp', 'CartPole-v1')}[kind]
+      'pixels': ('dqn', 'nature_cnn', 'Pong-v5'), 'r2d2': ('r2d2', 'mlp', 'CartPole-v1'),
+      'sac': ('sac', 'mlp', 'Pendulum-v1'), 'td3': ('td3', 'mlp', 'Pendulum-v1')}[kind]
   result = experiment.config(
-      loss, network, 'adam' if kind == 'dpg' else 'centred_rmsprop', scheme='sync',
+      loss, network, 'adam' if kind in ('dpg', 'sac', 'td3') else 'centred_rmsprop', scheme='sync',
       unroll_length=16, num_shards=2, num_grad_shards=2)
   result.env.task = task
   result.env.num_envs = 16
@@ -47,7 +48,8 @@ def config(kind, **fields):
   if kind == 'dpg':
     result.network.update(dict(actor_hidden=(32, 16), critic_hidden=(32, 16)))
     result.replay.eviction = 'prioritised'
-  result.loss.target_every = 5
+  if kind not in ('sac', 'td3'):
+    result.loss.target_every = 5
   result.optimizer.learning_rate = 1e-3
   # Batches are large, because XLA does not split sums of few rows between threads.
   result.replay.update(dict(capacity=600, min_size=300, gradient_steps=3,

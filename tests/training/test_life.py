@@ -555,6 +555,26 @@ def test_a_run_of_a_newer_algorithm_is_evaluated_and_another_begins_with_it(loss
       np.testing.assert_array_equal(array, target[name])
 
 
+@pytest.mark.parametrize('name, fields', essential([
+    ('vmpo:VMPO', {}), ('ppg:PPG', dict(network__separate_critic=True, loss__policy_updates=2)),
+    ('rnd:RND', dict(loss__embedding=5))], 'vmpo:VMPO'))
+def test_a_run_of_an_example_is_evaluated_and_another_begins_with_it(name, fields, tmp_path):
+  of_workdir = prepared(changed(small(f'examples.{name}'), total_steps=300, **fields,
+                                checkpoint__every_updates=0, log__tensorboard=False))
+  assert runs.train(of_workdir, tmp_path)
+  player = evaluation.restore(tmp_path, evaluation.read_experiment(tmp_path))
+  assert player.update >= 3 and player.steps >= 300
+  settings = evaluation.Settings(3, 2, 1, 1000)
+  returns = [evaluation.play(player._replace(greedy=True), settings).returns for _ in range(2)]
+  assert len(returns[0]) == 3 and returns[0] == returns[1]
+
+  state, origin = inherit.read(of_workdir, tmp_path, partly=False)
+  assert 'parameters' in origin.taken and not origin.fresh and state.update == 0
+  saved = arrays(tmp_path, player.update)
+  for path, array in jax.tree_util.tree_leaves_with_path(state.params):
+    np.testing.assert_array_equal(array, saved[f"['params']{jax.tree_util.keystr(path)}"])
+
+
 @pytest.mark.full
 @pytest.mark.parametrize('scheme', ['impala', 'fused'])
 def test_init_from_and_extend_with_other_schemes(scheme, cartpole, tmp_path):

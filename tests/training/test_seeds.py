@@ -24,7 +24,7 @@ from tests.runtime.test_stored_programs import events
 from tests.tiers import essential
 
 NOTHING = make_request()
-PUSH = dict(env__task=f'{__name__}:Push', loss__random_steps=100)
+PUSH = dict(env__task=f'{__name__}:Push')
 
 
 class Walk:
@@ -159,7 +159,9 @@ def test_a_workdir_of_a_seed_is_that_of_a_run(three):
     ('ppo', {}), ('dqn', {}), ('dqn', dict(checkpoint__replay=False)),
     ('r2d2', dict(network__core='gru', network__core_size=8, loss__burn_in=2, loss__trace_length=6,
                   replay__min_size=16)),
-    ('pqn', {}), ('sac', PUSH), ('td3', PUSH)], 'ppo'))
+    ('pqn', {}), ('sac', PUSH), ('td3', PUSH), ('examples.vmpo:VMPO', {}),
+    ('examples.ppg:PPG', dict(network__separate_critic=True, loss__policy_updates=2)),
+    ('examples.rnd:RND', dict(loss__embedding=5))], 'ppo'))
 def test_seeds_that_were_stopped_go_on_to_the_same_bits(tmp_path, three, loss, fields):
   config = config_of(loss)
   if 'replay' in config:
