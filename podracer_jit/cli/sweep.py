@@ -48,6 +48,7 @@ from absl import flags
 from podracer_jit.cli import arguments, verb
 from podracer_jit.cluster import set_ray_environment
 from podracer_jit.errors import FAILED, FINISHED, STOPPED, InUse, Refused, refusing
+from podracer_jit.options import from_json
 from podracer_jit.parts import user_path
 from podracer_jit.runtime.output import complain, say
 from podracer_jit.sweep import fitting, local, members, search, slurm
@@ -93,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
           _listed(folder, values, shared))
       if values.dry:
         for member in prepared.members:
-          if not folder.is_finished(member):
+          if not folder.has_ended(member):
             say(shlex.join(member.command(out)))
         return FINISHED
       folder.write()
@@ -108,6 +109,8 @@ def main(argv: Sequence[str]) -> int:
         board.tell(member, State.FINISHED)
       elif member.name in folder.errors:
         board.tell(member, State.FAILED, folder.errors[member.name])
+      elif folder.is_pruned(member):
+        board.tell(member, State.PRUNED)
       else:
         board.tell(member, State.WAITING)
     code = train(folder, prepared.plan, jobs, stop, board)
@@ -137,9 +140,8 @@ def _listed(folder: Folder, values: flags.FlagValues, shared: Sequence[str]) -> 
   checked = _checked(folder, _members(values, shared, grid))
   folder.add(checked.members, checked.configs)
   todo = [member for member in checked.members if not folder.is_finished(member)]
-  if values.retry:
-    folder.retry(todo)
-  todo = [member for member in todo if member.name not in folder.errors]
+  folder.retry([member for member in todo if values.retry or folder.is_pruned(member)])
+  todo = [member for member in todo if not folder.has_ended(member)]
   if not values.dry:
     fitting.check_disk(folder.path, [checked.sizes[member.name] for member in todo
                                      if not (folder.path / member.name).exists()])
@@ -150,7 +152,7 @@ def _listed(folder: Folder, values: flags.FlagValues, shared: Sequence[str]) -> 
 def _searched(folder: Folder, values: flags.FlagValues, shared: Sequence[str]) -> _Prepared:
   """Returns the sweep whose values Optuna chooses; see `_listed`."""
   seeds = members.seeds_of(values.seeds)
-  settings = search.settings_of(values.search, values.prune, seeds[0])
+  settings = search.settings_of(values.search, values.prune, seeds[0], values.retry)
   ranges = search.ranges_of([members.values_of(flag) for flag in values.grid])
   if not ranges or len(values.config) > 1:
     raise ValueError('--search: wants one --config, and a range or values in --grid')
@@ -170,14 +172,17 @@ def _searched(folder: Folder, values: flags.FlagValues, shared: Sequence[str]) -
     raise ValueError('--dry: a search chooses its members one after the other')
   folder.add([], checked.configs)
   if values.retry:
-    folder.retry(folder.members)
+    folder.retry([member for member in folder.members if member.name in folder.errors])
   size = max(checked.sizes.values(), key=lambda size: size.memory)
   config, = checked.configs.values()
-  own = {name: functools.reduce(lambda tree, key: tree.get(key, {}), name.split('.'), config)
-         for name in ranges}
+  own = {name: functools.reduce(lambda tree, key: tree.get(key, {}), name.split('.'),
+                                from_json(config)) for name in ranges}
   plan = search.Search(folder, settings, ranges, members_of, own)
   sizes = collections.defaultdict(lambda: size)
-  return _Prepared(plan, folder.members, sizes, [size] * settings.trials)
+  # Of a trial that has failed, some members may never begin.
+  known = [member for member in folder.members
+           if folder.has_ended(member) or plan.is_waiting(member)]
+  return _Prepared(plan, known, sizes, [size] * settings.trials)
 
 
 def _members(values: flags.FlagValues, shared: Sequence[str],
@@ -256,7 +261,7 @@ def _tell_best(plan: Search) -> None:
   if best is None:
     say('no trial has finished yet')
     return
-  fields = ' '.join(f'--config.{name}={value}' for name, value in best.fields.items())
+  fields = shlex.join(f'--config.{name}={value}' for name, value in best.fields.items())
   say(f'best: return {best.value:.2f} with {fields}')
   if own is not None:
     say("the config's own values are the best" if own == best else
@@ -346,5 +351,9 @@ def _ended(folder: Folder, asked: Sequence[Member], code: int) -> int:
   if code == STOPPED:
     say('not all members have finished; the same command goes on')
   if code == FINISHED:
-    say(f'all {len(asked)} members have finished: podracer_jit report {folder.path}')
+    pruned = sum(map(folder.is_pruned, asked))
+    ended = f'all {len(asked)} members have finished' if not pruned else (
+        f'{sum(map(folder.is_finished, asked))} of {len(asked)} members have finished, and '
+        f'{pruned} were pruned')
+    say(f'{ended}: podracer_jit report {folder.path}')
   return code

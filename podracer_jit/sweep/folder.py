@@ -32,6 +32,7 @@ class Folder:
     self.configs: dict[str, Any] = {}  # as JSON has them, by what --config says
     self._members: dict[str, Member] = {}
     self._finished: set[str] = set()
+    self._pruned: set[str] = set()
     self.errors: dict[str, str] = {}  # of members that have failed, by name
     file = out / NAME
     if not file.exists():
@@ -45,6 +46,8 @@ class Folder:
         self._members[member.name] = member
         if item['finished']:
           self._finished.add(member.name)
+        if item.get('pruned'):
+          self._pruned.add(member.name)
         if item['error'] is not None:
           self.errors[member.name] = str(item['error'])
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -98,9 +101,23 @@ class Folder:
     return member.name in self._finished and all(
         (workdir / 'config.json').exists() for workdir in member.workdirs(self.path))
 
+  def is_pruned(self, member: Member) -> bool:
+    """Returns whether a search has given a member up."""
+    return member.name in self._pruned
+
+  def has_ended(self, member: Member) -> bool:
+    """Returns whether a member has finished, has failed or was pruned."""
+    return self.is_finished(member) or self.is_pruned(member) or member.name in self.errors
+
   def finished(self, member: Member) -> None:
     """Notes that a member has made all its steps."""
+    self.retry([member])
     self._finished.add(member.name)
+    self.write()
+
+  def pruned(self, member: Member) -> None:
+    """Notes that a search has given a member up."""
+    self._pruned.add(member.name)
     self.write()
 
   def failed(self, member: Member, error: str) -> None:
@@ -109,9 +126,10 @@ class Folder:
     self.write()
 
   def retry(self, members: Sequence[Member]) -> None:
-    """Forgets the errors of members, which run again."""
+    """Forgets that members have failed or were pruned; they run again."""
     for member in members:
       self.errors.pop(member.name, None)
+      self._pruned.discard(member.name)
 
   def write(self) -> None:
     """Writes sweep.json.
@@ -121,6 +139,7 @@ class Folder:
     """
     members = [member.as_json() | {'command': member.command(self.path),
                                    'finished': member.name in self._finished,
+                                   'pruned': member.name in self._pruned,
                                    'error': self.errors.get(member.name)}
                for member in self.members]
     content = {'version': self._version, 'configs': self.configs, 'members': members}

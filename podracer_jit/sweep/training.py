@@ -103,6 +103,7 @@ def train(folder: Folder, plan: Plan, jobs: Jobs, stop: Stopping, board: Board) 
           folder.finished(member)
           board.tell(member, State.FINISHED)
         elif member.name in given_up:
+          folder.pruned(member)
           board.tell(member, State.PRUNED)
         elif code in (STOPPED, INTERRUPTED):  # by us, or by a sink of the user's
           stopped = True

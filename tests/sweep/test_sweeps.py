@@ -1,5 +1,6 @@
 """Real sweeps: processes of members, failures, signals, and a cluster that is not real."""
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -10,6 +11,10 @@ import time
 import pytest
 
 from podracer_jit.cli import sweep as verb
+from podracer_jit.report import reading
+from podracer_jit.sweep import members, search
+from podracer_jit.sweep.folder import Folder
+from podracer_jit.sweep.search import Range
 from podracer_jit.workdir import checkpoints, journal
 from tests import processes
 from tests.processes import command
@@ -204,6 +209,48 @@ def test_dry_prints_commands_and_leaves_nothing(tmp_path, capsys):
       f'podracer_jit {" ".join(SMOKE)} \'--config.network.hidden=(8, 8)\' --config.seed=1 '
       f'--workdir={tmp_path}/x/ppo_cartpole_smoke,hidden=8_8,seed=1\n')
   assert not (tmp_path / 'x').exists()
+
+
+def test_members_that_a_search_has_pruned_are_known_later(tmp_path, capsys):
+  flags = [*SMOKE[1:], '--config.eval.every_updates=1']
+  folder = Folder(tmp_path, importlib.metadata.version('podracer_jit'))
+  plan = search.Search(
+      folder, search.settings_of('random:2', 'asha', 1), {'loss.clip': Range('uniform', 0.1, 0.4)},
+      lambda fields: members.product([SMOKE[0].partition('=')[2]], [], [1],
+                                     [(name, [value]) for name, value in fields.items()], flags),
+      {'loss.clip': 0.2})
+  for value in (2, 1):
+    member = plan.next()
+    path = tmp_path / member.name / search.EVALUATIONS
+    path.parent.mkdir()
+    path.write_text(json.dumps({'mean': float(value), 'steps': 1}) + '\n')
+    (path.parent / 'config.json').write_text('{"config": {}}')
+    given_up = list(plan.given_up([member]))
+    assert given_up == [member] * (value == 1)
+    (folder.pruned if given_up else folder.finished)(member)
+    plan.ended(member, is_finished=not given_up)
+  assert [entry['pruned'] for entry in content(tmp_path)['members']] == [False, True]
+
+  assert verb.main(['podracer_jit sweep', SMOKE[0], *flags, f'--out={tmp_path}',
+                    '--search=random:2', '--prune=asha', '--grid=loss.clip=uniform(0.1,0.4)']) == 0
+  out = capsys.readouterr().out
+  assert f'{member.name}: pruned' in out and ': waiting' not in out and ': running' not in out
+  assert '1 of 2 members have finished, and 1 were pruned: podracer_jit report' in out
+  assert [run.state for run in reading.read([tmp_path]) if run.path.name == member.name] == [
+      'pruned']
+
+
+@pytest.mark.full
+def test_a_search_of_tuples_with_several_seeds_goes_on(tmp_path):
+  command_of = [f'--out={tmp_path}', '--seeds=1:2', '--config.eval.every_updates=1',
+                '--config.eval.num_episodes=2', '--grid=network.hidden=(64,64),(8,8)']
+  for trials, running in ((1, 2), (8, 2), (8, 0)):
+    done = processes.run(command('sweep', *SMOKE, *command_of, f'--search=tpe:{trials}'))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(': running') == running and not done.stderr
+  assert 'all 4 members have finished' in done.stdout
+  assert {tuple(member['fields']['network.hidden']) for member in content(tmp_path)['members']} == {
+      (64, 64), (8, 8)}
 
 
 @pytest.mark.full
