@@ -53,12 +53,12 @@ from podracer_jit.parts import user_path
 from podracer_jit.runtime.output import complain, say
 from podracer_jit.sweep import fitting, local, members, search, slurm
 from podracer_jit.sweep.fitting import Checked, Size
-from podracer_jit.sweep.folder import Folder
+from podracer_jit.sweep.folder import CONFIG, NAME, Folder
 from podracer_jit.sweep.local import Local
 from podracer_jit.sweep.members import Member
 from podracer_jit.sweep.progress import Board, State
 from podracer_jit.sweep.search import Search
-from podracer_jit.sweep.training import Jobs, Listed, Plan, train
+from podracer_jit.sweep.training import Jobs, Listed, Plan, train, wait_until_saved
 from podracer_jit.training import stopping
 from podracer_jit.workdir import files, lock
 
@@ -83,9 +83,11 @@ def main(argv: Sequence[str]) -> int:
   with stopping.handled() as stop, contextlib.ExitStack() as stack:
     with refusing(OSError):
       out = user_path(values.out)
+      _check_out(out)
       if not values.dry:
         stack.enter_context(_opened(out))
-      folder = Folder(out, importlib.metadata.version('podracer_jit'))
+      folder = Folder(out, importlib.metadata.version('podracer_jit'),
+                      values.dry)
       _check_places(values)
       array = slurm.Array(folder, values.slurm) if values.slurm is not None else None
       if array:
@@ -97,9 +99,12 @@ def main(argv: Sequence[str]) -> int:
           if not folder.has_ended(member):
             say(shlex.join(member.command(out)))
         return FINISHED
+      folder.began(['podracer_jit', 'sweep', *argv[1:]])
       folder.write()
       if array:
         return _submitted(array, folder, prepared.members, values.jobs)
+      wait_until_saved(out, [member for member in prepared.members
+                             if not folder.has_ended(member)])
       jobs = stack.enter_context(_jobs(out, values, prepared))
     stop.begin_training()
     board = stack.enter_context(contextlib.closing(Board(out, prepared.sizes)))
@@ -164,7 +169,9 @@ def _searched(folder: Folder, values: flags.FlagValues, shared: Sequence[str]) -
   if values.prune and len(members_of(examples[0])) > 1:
     raise ValueError('--prune: wants one seed and one task, so that a trial is one run')
   # Values in between are as good as the ends.
-  checked = _checked(folder, [member for fields in examples for member in members_of(fields)])
+  wanted = [member for fields in examples for member in members_of(fields)]
+  members.check_names(wanted)
+  checked = _checked(folder, wanted)
   if not checked.evaluates:
     raise ValueError('--search: ranks members by evaluations, and there are none; set '
                      '--config.eval.every_updates, such as 100')
@@ -202,6 +209,19 @@ def _members(values: flags.FlagValues, shared: Sequence[str],
       raise ValueError(f'{arg}: has no value; write {arg}=VALUE')
   return members.product(values.config, members.tasks_of(values.tasks),
                          members.seeds_of(values.seeds), grid, shared)
+
+
+def _check_out(out: Path) -> None:
+  """Checks that a path may be the folder of a sweep.
+
+  Raises:
+    ValueError: it is a file, or the workdir of a run.
+  """
+  existing = next(path for path in (out, *out.parents) if path.exists())
+  if not existing.is_dir():
+    raise ValueError(f'--out: {existing} is a file; name a folder')
+  if (out / CONFIG).exists() and not (out / NAME).exists():
+    raise ValueError(f'--out: {out} is the workdir of a run; name another folder')
 
 
 def _check_places(values: flags.FlagValues) -> None:
@@ -289,7 +309,7 @@ def _flags() -> flags.FlagValues:
   flags.DEFINE_string('search', None, 'tpe:N or random:N: Optuna chooses values in the ranges of '
                       '--grid for N trials.', **text)
   flags.DEFINE_string('prune', None, 'asha: a search stops members that are behind.', **text)
-  flags.DEFINE_bool('dry', False, 'Only print the commands of the members that are not finished.',
+  flags.DEFINE_bool('dry', False, 'Only print the commands of the members that would be trained.',
                     **text)
   flags.DEFINE_bool('retry', False, 'Train members again that have failed.', **text)
   return values

@@ -5,6 +5,7 @@ Its storage is OUT/optuna.log, so a search that was stopped goes on.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +14,13 @@ from typing import Any, NamedTuple
 
 from podracer_jit.options import from_json, shorten, to_json
 from podracer_jit.sweep.folder import Folder
-from podracer_jit.sweep.members import Member
+from podracer_jit.sweep.members import MOST, Member
 from podracer_jit.workdir import journal
 
 EVALUATIONS = 'evaluations.jsonl'
 _STORAGE = 'optuna.log'
 _SAMPLERS = ('tpe', 'random')
+_RANGES = {'log': 'both finite and above 0', 'uniform': 'both finite', 'int': 'both whole'}
 _PRUNERS = ('asha',)
 _DIGITS = 3  # of values in a range, so that names and commands stay short
 # Attributes of a trial: its values, the names of its members, and whether it repeats a failed one.
@@ -73,6 +75,8 @@ def settings_of(search: str, prune: str | None, seed: int, retry: bool = False) 
   if not match or match[1] not in _SAMPLERS:
     raise ValueError(f'--search: must be {" or ".join(f"{name}:N" for name in _SAMPLERS)} with a '
                      f'number of trials, such as tpe:32, got {search!r}')
+  if len(match[2]) > len(str(MOST)) or int(match[2]) > MOST:
+    raise ValueError(f'--search: must be at most {MOST:,} trials, got {search!r}')
   if prune not in (None, *_PRUNERS):
     raise ValueError(f'--prune: must be {" or ".join(_PRUNERS)}, got {prune!r}')
   try:
@@ -87,20 +91,32 @@ def range_of(value: Any) -> Range | None:
   """Returns the range that a value of --grid stands for, such as log(1e-4,1e-2); None if none.
 
   Raises:
-    ValueError: it has wrong ends.
+    ValueError: it has wrong ends, or is of an unknown kind.
   """
-  match = re.fullmatch(r'(log|uniform|int)\((.*)\)', value) if isinstance(value, str) else None
+  match = re.fullmatch(r'(\w+)\((.*)\)', value) if isinstance(value, str) else None
   if not match:
     return None
+  kind, ends = match.groups()
+  if kind not in _RANGES:
+    if _numbers(ends, float) is None:
+      return None
+    raise ValueError(f'--grid: {value} is no range; ranges are '
+                     f'{", ".join(f"{name}(LOW,HIGH)" for name in _RANGES)}')
+  low, high = _numbers(ends, int if kind == 'int' else float) or (0, 0)
+  if not low < high or kind != 'int' and not math.isfinite(high - low) or (
+      kind == 'log' and low <= 0):
+    raise ValueError(f'--grid: {value} must have two numbers, the lower one first, '
+                     f'{_RANGES[kind]}')
+  return Range(kind, low, high)
+
+
+def _numbers(text: str, kind: type) -> tuple[float, float] | None:
+  """Returns the two numbers of a text; None if it has others."""
   try:
-    number = int if match[1] == 'int' else float
-    low, high = map(number, match[2].split(','))
+    low, high = map(kind, text.split(','))
   except ValueError:
-    low = high = 0
-  if not low < high or match[1] == 'log' and low <= 0:
-    raise ValueError(f'--grid: {value} must have two numbers, the lower one first'
-                     f'{", and above 0" if match[1] == "log" else ""}')
-  return Range(match[1], low, high)
+    return None
+  return low, high
 
 
 def ranges_of(grid: Sequence[tuple[str, Sequence[Any]]]) -> dict[str, Range | Sequence[Any]]:

@@ -16,7 +16,7 @@ RATE = 'optimizer.learning_rate'
     ('log(1e-4,1e-2)', Range('log', 1e-4, 1e-2)),
     ('uniform(0, 1)', Range('uniform', 0.0, 1.0)),
     ('int(1,8)', Range('int', 1, 8)),
-    ('linear:1:0', None), ((1, 2), None), (0.1, None)])
+    ('linear:1:0', None), ('own(x,y)', None), ((1, 2), None), (0.1, None)])
 def test_ranges(text, expected):
   assert search.range_of(text) == expected
 
@@ -25,6 +25,26 @@ def test_ranges(text, expected):
 def test_ranges_that_are_none(text):
   with pytest.raises(ValueError, match='^--grid: .* must have two numbers, the lower one first'):
     search.range_of(text)
+
+
+@pytest.mark.parametrize('text, words', [
+    ('int(1,1e3)', 'must have two numbers, the lower one first, both whole'),
+    ('uniform(0,inf)', 'must have two numbers, the lower one first, both finite'),
+    ('log(1,inf)', 'must have two numbers, the lower one first, both finite and above 0'),
+    ('loguniform(1e-4,1e-2)',
+     'is no range; ranges are log(LOW,HIGH), uniform(LOW,HIGH), int(LOW,HIGH)'),
+    ('logint(1,8)', 'is no range; ranges are log(LOW,HIGH), uniform(LOW,HIGH), int(LOW,HIGH)')])
+def test_what_is_wrong_with_a_range_is_said(text, words):
+  with pytest.raises(ValueError) as error:
+    search.range_of(text)
+  assert str(error.value) == f'--grid: {text} {words}'
+
+
+def test_very_many_trials_are_refused():
+  assert search.settings_of('tpe:100000', None, 1).trials == 100_000
+  for number in ('100001', '99999999999', '9' * 5000):
+    with pytest.raises(ValueError, match='^--search: must be at most 100,000 trials, got '):
+      search.settings_of(f'tpe:{number}', None, 1)
 
 
 def test_examples_have_each_value_and_both_ends():
