@@ -48,16 +48,17 @@ from absl import flags
 from podracer_jit.cli import arguments, verb
 from podracer_jit.cluster import set_ray_environment
 from podracer_jit.errors import FAILED, FINISHED, STOPPED, InUse, Refused, refusing
+from podracer_jit.options import from_json
 from podracer_jit.parts import user_path
 from podracer_jit.runtime.output import complain, say
 from podracer_jit.sweep import fitting, local, members, search, slurm
 from podracer_jit.sweep.fitting import Checked, Size
-from podracer_jit.sweep.folder import Folder
+from podracer_jit.sweep.folder import CONFIG, NAME, Folder
 from podracer_jit.sweep.local import Local
 from podracer_jit.sweep.members import Member
 from podracer_jit.sweep.progress import Board, State
 from podracer_jit.sweep.search import Search
-from podracer_jit.sweep.training import Jobs, Listed, Plan, train
+from podracer_jit.sweep.training import Jobs, Listed, Plan, train, wait_until_saved
 from podracer_jit.training import stopping
 from podracer_jit.workdir import files, lock
 
@@ -82,9 +83,11 @@ def main(argv: Sequence[str]) -> int:
   with stopping.handled() as stop, contextlib.ExitStack() as stack:
     with refusing(OSError):
       out = user_path(values.out)
+      _check_out(out)
       if not values.dry:
         stack.enter_context(_opened(out))
-      folder = Folder(out, importlib.metadata.version('podracer_jit'))
+      folder = Folder(out, importlib.metadata.version('podracer_jit'),
+                      values.dry)
       _check_places(values)
       array = slurm.Array(folder, values.slurm) if values.slurm is not None else None
       if array:
@@ -93,12 +96,15 @@ def main(argv: Sequence[str]) -> int:
           _listed(folder, values, shared))
       if values.dry:
         for member in prepared.members:
-          if not folder.is_finished(member):
+          if not folder.has_ended(member):
             say(shlex.join(member.command(out)))
         return FINISHED
+      folder.began(['podracer_jit', 'sweep', *argv[1:]])
       folder.write()
       if array:
         return _submitted(array, folder, prepared.members, values.jobs)
+      wait_until_saved(out, [member for member in prepared.members
+                             if not folder.has_ended(member)])
       jobs = stack.enter_context(_jobs(out, values, prepared))
     stop.begin_training()
     board = stack.enter_context(contextlib.closing(Board(out, prepared.sizes)))
@@ -108,6 +114,8 @@ def main(argv: Sequence[str]) -> int:
         board.tell(member, State.FINISHED)
       elif member.name in folder.errors:
         board.tell(member, State.FAILED, folder.errors[member.name])
+      elif folder.is_pruned(member):
+        board.tell(member, State.PRUNED)
       else:
         board.tell(member, State.WAITING)
     code = train(folder, prepared.plan, jobs, stop, board)
@@ -137,9 +145,8 @@ def _listed(folder: Folder, values: flags.FlagValues, shared: Sequence[str]) -> 
   checked = _checked(folder, _members(values, shared, grid))
   folder.add(checked.members, checked.configs)
   todo = [member for member in checked.members if not folder.is_finished(member)]
-  if values.retry:
-    folder.retry(todo)
-  todo = [member for member in todo if member.name not in folder.errors]
+  folder.retry([member for member in todo if values.retry or folder.is_pruned(member)])
+  todo = [member for member in todo if not folder.has_ended(member)]
   if not values.dry:
     fitting.check_disk(folder.path, [checked.sizes[member.name] for member in todo
                                      if not (folder.path / member.name).exists()])
@@ -150,7 +157,7 @@ def _listed(folder: Folder, values: flags.FlagValues, shared: Sequence[str]) -> 
 def _searched(folder: Folder, values: flags.FlagValues, shared: Sequence[str]) -> _Prepared:
   """Returns the sweep whose values Optuna chooses; see `_listed`."""
   seeds = members.seeds_of(values.seeds)
-  settings = search.settings_of(values.search, values.prune, seeds[0])
+  settings = search.settings_of(values.search, values.prune, seeds[0], values.retry)
   ranges = search.ranges_of([members.values_of(flag) for flag in values.grid])
   if not ranges or len(values.config) > 1:
     raise ValueError('--search: wants one --config, and a range or values in --grid')
@@ -162,7 +169,9 @@ def _searched(folder: Folder, values: flags.FlagValues, shared: Sequence[str]) -
   if values.prune and len(members_of(examples[0])) > 1:
     raise ValueError('--prune: wants one seed and one task, so that a trial is one run')
   # Values in between are as good as the ends.
-  checked = _checked(folder, [member for fields in examples for member in members_of(fields)])
+  wanted = [member for fields in examples for member in members_of(fields)]
+  members.check_names(wanted)
+  checked = _checked(folder, wanted)
   if not checked.evaluates:
     raise ValueError('--search: ranks members by evaluations, and there are none; set '
                      '--config.eval.every_updates, such as 100')
@@ -170,14 +179,17 @@ def _searched(folder: Folder, values: flags.FlagValues, shared: Sequence[str]) -
     raise ValueError('--dry: a search chooses its members one after the other')
   folder.add([], checked.configs)
   if values.retry:
-    folder.retry(folder.members)
+    folder.retry([member for member in folder.members if member.name in folder.errors])
   size = max(checked.sizes.values(), key=lambda size: size.memory)
   config, = checked.configs.values()
-  own = {name: functools.reduce(lambda tree, key: tree.get(key, {}), name.split('.'), config)
-         for name in ranges}
+  own = {name: functools.reduce(lambda tree, key: tree.get(key, {}), name.split('.'),
+                                from_json(config)) for name in ranges}
   plan = search.Search(folder, settings, ranges, members_of, own)
   sizes = collections.defaultdict(lambda: size)
-  return _Prepared(plan, folder.members, sizes, [size] * settings.trials)
+  # Of a trial that has failed, some members may never begin.
+  known = [member for member in folder.members
+           if folder.has_ended(member) or plan.is_waiting(member)]
+  return _Prepared(plan, known, sizes, [size] * settings.trials)
 
 
 def _members(values: flags.FlagValues, shared: Sequence[str],
@@ -197,6 +209,19 @@ def _members(values: flags.FlagValues, shared: Sequence[str],
       raise ValueError(f'{arg}: has no value; write {arg}=VALUE')
   return members.product(values.config, members.tasks_of(values.tasks),
                          members.seeds_of(values.seeds), grid, shared)
+
+
+def _check_out(out: Path) -> None:
+  """Checks that a path may be the folder of a sweep.
+
+  Raises:
+    ValueError: it is a file, or the workdir of a run.
+  """
+  existing = next(path for path in (out, *out.parents) if path.exists())
+  if not existing.is_dir():
+    raise ValueError(f'--out: {existing} is a file; name a folder')
+  if (out / CONFIG).exists() and not (out / NAME).exists():
+    raise ValueError(f'--out: {out} is the workdir of a run; name another folder')
 
 
 def _check_places(values: flags.FlagValues) -> None:
@@ -256,7 +281,7 @@ def _tell_best(plan: Search) -> None:
   if best is None:
     say('no trial has finished yet')
     return
-  fields = ' '.join(f'--config.{name}={value}' for name, value in best.fields.items())
+  fields = shlex.join(f'--config.{name}={value}' for name, value in best.fields.items())
   say(f'best: return {best.value:.2f} with {fields}')
   if own is not None:
     say("the config's own values are the best" if own == best else
@@ -284,7 +309,7 @@ def _flags() -> flags.FlagValues:
   flags.DEFINE_string('search', None, 'tpe:N or random:N: Optuna chooses values in the ranges of '
                       '--grid for N trials.', **text)
   flags.DEFINE_string('prune', None, 'asha: a search stops members that are behind.', **text)
-  flags.DEFINE_bool('dry', False, 'Only print the commands of the members that are not finished.',
+  flags.DEFINE_bool('dry', False, 'Only print the commands of the members that would be trained.',
                     **text)
   flags.DEFINE_bool('retry', False, 'Train members again that have failed.', **text)
   return values
@@ -346,5 +371,9 @@ def _ended(folder: Folder, asked: Sequence[Member], code: int) -> int:
   if code == STOPPED:
     say('not all members have finished; the same command goes on')
   if code == FINISHED:
-    say(f'all {len(asked)} members have finished: podracer_jit report {folder.path}')
+    pruned = sum(map(folder.is_pruned, asked))
+    ended = f'all {len(asked)} members have finished' if not pruned else (
+        f'{sum(map(folder.is_finished, asked))} of {len(asked)} members have finished, and '
+        f'{pruned} were pruned')
+    say(f'{ended}: podracer_jit report {folder.path}')
   return code

@@ -123,4 +123,5 @@ def _run(arguments: Sequence[str], log: str, stop: str, folder: str,
       asked = True
       process.send_signal(signal.SIGTERM)
     time.sleep(_POLL_S)
-  return abs(process.returncode)
+  # A signal counts as in a shell.
+  return process.returncode if process.returncode >= 0 else 128 - process.returncode

@@ -48,6 +48,7 @@ class Run(NamedTuple):
   running: bool
   error: str  # that the sweep noted; '' if none
   notes: Sequence[str]  # what is wrong with its files
+  pruned: bool = False  # a search has given it up
 
   @property
   def task(self) -> str:
@@ -90,6 +91,8 @@ class Run(NamedTuple):
       return 'running'
     if self.error:
       return 'failed'
+    if self.pruned:
+      return 'pruned'
     if not self.steps:
       return 'not begun'
     if self.total is not None and self.steps >= self.total:
@@ -110,6 +113,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
     ValueError: a path is no folder, or has no run in it.
   """
   errors: dict[Path, str] = {}
+  pruned: set[Path] = set()
   unbegun: dict[Path, Mapping[str, Any]] = {}
   folders: dict[Path, None] = {}
   for path in paths:
@@ -120,13 +124,16 @@ def read(paths: Sequence[Path]) -> list[Run]:
       for member, entry in _members(folder):
         if entry.get('error'):
           errors[member] = shorten(str(entry['error']), 300)
+        if entry.get('pruned') is True:
+          pruned.add(member)
         if not any(workdir == member or member in workdir.parents for workdir in inside):
           unbegun[member] = entry
     if not inside and not unbegun:
       raise ValueError(f'{path}: there is no run in it (no {CONFIG})')
     folders |= dict.fromkeys(inside)
   names = _names([*folders, *unbegun])
-  runs = [_read(folder, names[folder], _error_of(folder, errors)) for folder in folders]
+  runs = [_read(folder, names[folder], _error_of(folder, errors))._replace(
+      pruned=folder in pruned) for folder in folders]
   return runs + [_unbegun(folder, names[folder], entry, errors.get(folder, ''))
                  for folder, entry in unbegun.items() if folder not in folders]
 

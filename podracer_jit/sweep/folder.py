@@ -12,26 +12,31 @@ from podracer_jit.sweep.members import SEED, Member
 from podracer_jit.workdir import files
 
 NAME = 'sweep.json'
+CONFIG = 'config.json'  # as `workdir.record`, which imports JAX, names it
 
 
 class Folder:
   """The members that a sweep has ever had, in order, and which of them have ended."""
 
-  def __init__(self, out: Path, version: str):
+  def __init__(self, out: Path, version: str, is_dry: bool = False):
     """Reads sweep.json, if there is one.
 
     Args:
       out: the folder.
       version: of this package.
+      is_dry: nothing is written.
 
     Raises:
       ValueError: the file is garbled, or of another version.
     """
     self.path = out
     self._version = version
+    self.is_dry = is_dry
+    self.commands: list[list[str]] = []  # of the sweep itself, each once
     self.configs: dict[str, Any] = {}  # as JSON has them, by what --config says
     self._members: dict[str, Member] = {}
     self._finished: set[str] = set()
+    self._pruned: set[str] = set()
     self.errors: dict[str, str] = {}  # of members that have failed, by name
     file = out / NAME
     if not file.exists():
@@ -40,11 +45,14 @@ class Folder:
       content = files.read_json(file)
       before = content['version']
       self.configs = dict(content['configs'])
+      self.commands = [[*map(str, command)] for command in content.get('commands', ())]
       for item in content['members']:
         member = Member.of_json(item)
         self._members[member.name] = member
         if item['finished']:
           self._finished.add(member.name)
+        if item.get('pruned'):
+          self._pruned.add(member.name)
         if item['error'] is not None:
           self.errors[member.name] = str(item['error'])
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -78,6 +86,11 @@ class Folder:
                          f'podracer_jit {" ".join(known.arguments())}; choose another --out')
     self.configs |= {name: self.configs.get(name, config) for name, config in configs.items()}
 
+  def began(self, command: Sequence[str]) -> None:
+    """Notes a command that trains members of the sweep."""
+    if [*command] not in self.commands:
+      self.commands.append([*command])
+
   def not_covered(self, members: Sequence[Member]) -> list[Member]:
     """Returns members of one seed whose seed no member of several trains."""
     covered = {(member.config, _rest(member), seed) for member in self.members
@@ -96,11 +109,25 @@ class Folder:
   def is_finished(self, member: Member) -> bool:
     """Returns whether a member has made all its steps."""
     return member.name in self._finished and all(
-        (workdir / 'config.json').exists() for workdir in member.workdirs(self.path))
+        (workdir / CONFIG).exists() for workdir in member.workdirs(self.path))
+
+  def is_pruned(self, member: Member) -> bool:
+    """Returns whether a search has given a member up."""
+    return member.name in self._pruned
+
+  def has_ended(self, member: Member) -> bool:
+    """Returns whether a member has finished, has failed or was pruned."""
+    return self.is_finished(member) or self.is_pruned(member) or member.name in self.errors
 
   def finished(self, member: Member) -> None:
     """Notes that a member has made all its steps."""
+    self.retry([member])
     self._finished.add(member.name)
+    self.write()
+
+  def pruned(self, member: Member) -> None:
+    """Notes that a search has given a member up."""
+    self._pruned.add(member.name)
     self.write()
 
   def failed(self, member: Member, error: str) -> None:
@@ -109,9 +136,10 @@ class Folder:
     self.write()
 
   def retry(self, members: Sequence[Member]) -> None:
-    """Forgets the errors of members, which run again."""
+    """Forgets that members have failed or were pruned; they run again."""
     for member in members:
       self.errors.pop(member.name, None)
+      self._pruned.discard(member.name)
 
   def write(self) -> None:
     """Writes sweep.json.
@@ -119,11 +147,15 @@ class Folder:
     Raises:
       OSError: it cannot be written.
     """
+    if self.is_dry:
+      return
     members = [member.as_json() | {'command': member.command(self.path),
                                    'finished': member.name in self._finished,
+                                   'pruned': member.name in self._pruned,
                                    'error': self.errors.get(member.name)}
                for member in self.members]
-    content = {'version': self._version, 'configs': self.configs, 'members': members}
+    content = {'version': self._version, 'commands': self.commands, 'configs': self.configs,
+               'members': members}
     files.write(self.path / NAME, json.dumps(content, indent=2) + '\n')
 
 

@@ -13,6 +13,10 @@ from typing import NamedTuple
 from podracer_jit.runtime import children, machine
 from podracer_jit.sweep.members import Member
 
+# Variables by which a user may divide the memory of a GPU.
+_MEMORY_OF_GPU = ('XLA_CLIENT_MEM_FRACTION', 'XLA_PYTHON_CLIENT_MEM_FRACTION',
+                  'XLA_PYTHON_CLIENT_PREALLOCATE', 'XLA_PYTHON_CLIENT_ALLOCATOR')
+_SHARED = 0.9  # of a GPU's memory, for all members on it
 LOGS = 'logs'  # in the folder of a sweep: what each member prints
 
 
@@ -63,6 +67,7 @@ class Local:
       slots: one for each member that may run at once.
     """
     self._out = out
+    self._slots = slots
     self.room = len(slots)  # members that may run at once
     self._free = list(slots)
     self._jobs: list[_Job] = []
@@ -86,7 +91,7 @@ class Local:
     path = log_of(self._out, member)
     path.parent.mkdir(exist_ok=True)
     slot = self._free[0]
-    gpu = {} if slot.gpu is None else {'CUDA_VISIBLE_DEVICES': _visible(slot.gpu)}
+    gpu = {} if slot.gpu is None else self._variables(slot.gpu)
     with path.open('ab') as log:
       process = children.start([*member.arguments(), f'--workdir={self._out / member.name}'],
                                slot.cpus, stdout=log, stderr=subprocess.STDOUT,
@@ -120,6 +125,15 @@ class Local:
     self._send(signal.SIGKILL, None)
     for job in self._jobs:
       job.process.wait()
+
+  def _variables(self, gpu: int) -> dict[str, str]:
+    """Returns the environment variables of a member on a GPU."""
+    variables = {'CUDA_VISIBLE_DEVICES': _visible(gpu)}
+    members = sum(slot.gpu == gpu for slot in self._slots)
+    if members > 1 and not any(name in os.environ for name in _MEMORY_OF_GPU):
+      # By default, JAX takes three quarters of a GPU's memory when it starts.
+      variables[_MEMORY_OF_GPU[0]] = f'{_SHARED / members:.3f}'
+    return variables
 
   def _send(self, number: int, member: Member | None) -> None:
     for job in self._jobs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import itertools
 import re
 import shlex
@@ -15,8 +16,10 @@ from podracer_jit.options import from_json, to_json
 
 TASK = 'env.task'
 SEED = 'seed'
+MOST = 100_000  # seeds, or trials of a search
 _SECTION = '--config.'
 _OPENING, _CLOSING = '([{', ')]}'
+_QUOTES = '\'"'
 
 
 class Member(NamedTuple):
@@ -72,17 +75,20 @@ def seeds_of(text: str) -> list[int]:
   """Returns the seeds of --seeds, such as 1:3 (1, 2 and 3) or 1,5.
 
   Raises:
-    ValueError: they are no seeds, or there are none.
+    ValueError: they are no seeds, or there are none, or too many.
   """
   seeds: list[int] = []
   for piece in text.split(','):
     match = re.fullmatch(r'\s*(\d+)\s*(?::\s*(\d+)\s*)?', piece)
     if not match or match[2] and int(match[2]) < int(match[1]):
       raise ValueError(f'--seeds: must be numbers and ranges such as 1:3 or 1,5, got {text!r}')
-    seeds += range(int(match[1]), int(match[2] or match[1]) + 1)
-  repeated = sorted({seed for seed in seeds if seeds.count(seed) > 1})
+    first, last = int(match[1]), int(match[2] or match[1])
+    if len(seeds) + last - first >= MOST:
+      raise ValueError(f'--seeds: must be at most {MOST:,} seeds, got {text!r}')
+    seeds += range(first, last + 1)
+  repeated = [seed for seed, count in collections.Counter(seeds).items() if count > 1]
   if repeated:
-    raise ValueError(f'--seeds: names {repeated[0]} twice, in {text!r}')
+    raise ValueError(f'--seeds: names {min(repeated)} twice, in {text!r}')
   return seeds
 
 
@@ -123,12 +129,14 @@ def values_of(flag: str) -> tuple[str, list[Any]]:
   values = [_literal(piece) for piece in split(text, '--grid', flag)]
   for i, value in enumerate(values):
     if value in values[:i]:
-      raise ValueError(f'--grid: names {value!r} twice, in {flag!r}')
+      are_numbers = all(type(each) is int for each in values)
+      hint = f'; one tuple is written {name}=({text.strip()})' if are_numbers else ''
+      raise ValueError(f'--grid: names {value!r} twice, in {flag!r}{hint}')
   return name, values
 
 
 def split(text: str, flag: str, whole: str) -> list[str]:
-  """Splits a text at its commas, but for those in brackets.
+  """Splits a text at its commas, but for those in brackets and quotes.
 
   Args:
     text: what to split.
@@ -136,18 +144,26 @@ def split(text: str, flag: str, whole: str) -> list[str]:
     whole: its value, for the message.
 
   Raises:
-    ValueError: a bracket is not closed, or a piece is empty.
+    ValueError: a bracket or a quote is not closed, or a piece is empty.
   """
   pieces = ['']
   depth = 0
+  quote = ''
   for letter in text:
-    depth += (letter in _OPENING) - (letter in _CLOSING)
-    if letter == ',' and not depth:
+    if quote:
+      quote = '' if letter == quote else quote
+    elif letter in _QUOTES and (depth or not pieces[-1].strip()):  # inside a word it is no quote
+      quote = letter
+    else:
+      depth += (letter in _OPENING) - (letter in _CLOSING)
+    if letter == ',' and not depth and not quote:
       pieces.append('')
     else:
       pieces[-1] += letter
     if depth < 0:
       break
+  if quote:
+    raise ValueError(f'{flag}: a quote is not closed, in {whole!r}')
   if depth:
     raise ValueError(f'{flag}: a bracket is not closed, in {whole!r}')
   if not all(piece.strip() for piece in pieces):
@@ -167,8 +183,11 @@ def product(configs: Sequence[str], tasks: Sequence[str], seeds: Sequence[int],
     flags: further flags of all members.
 
   Raises:
-    ValueError: a field is given twice, or two members have one name.
+    ValueError: a config or a field is given twice, or two members have one name.
   """
+  for config in configs:
+    if configs.count(config) > 1:
+      raise ValueError(f'--config: names {config} twice')
   names = [*([TASK] if tasks else []), *(name for name, _ in grid)]
   set_by_flags = {flag.partition('=')[0].removeprefix(_SECTION) for flag in flags}
   for i, name in enumerate(names):
@@ -184,13 +203,24 @@ def product(configs: Sequence[str], tasks: Sequence[str], seeds: Sequence[int],
   for config, values in itertools.product(configs, itertools.product(*choices)):
     fields = dict(zip(names, values, strict=True))
     members += [member_of(config, fields | {SEED: seed}, flags) for seed in seeds]
+  check_names(members)
+  return members
+
+
+def check_names(members: Sequence[Member]) -> None:
+  """Checks that members have different names.
+
+  Raises:
+    ValueError: two different ones have one name.
+  """
   by_name: dict[str, Member] = {}
   for member in members:
     other = by_name.setdefault(member.name, member)
-    if other is not member:
+    if other != member:
       raise ValueError(f'two members would have one name, {member.name}: '
-                       f'{shlex.join(other.arguments())} and {shlex.join(member.arguments())}')
-  return members
+                       f'{shlex.join(other.arguments())} and {shlex.join(member.arguments())}; of '
+                       'configs and values it has only letters, digits and . _ = + -, so change '
+                       'one, or make another sweep of it')
 
 
 def member_of(config: str, fields: Mapping[str, Any], flags: Sequence[str] = (),

@@ -14,10 +14,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from podracer_jit.errors import FINISHED, INTERRUPTED, STOPPED, Refused
+from podracer_jit.errors import FINISHED, STOPPED, Refused
 from podracer_jit.sweep.folder import Folder
 from podracer_jit.sweep.local import LOGS, last_line, log_of
 from podracer_jit.sweep.members import Member
+from podracer_jit.sweep.training import STOPPED_BY_A_SIGNAL
 from podracer_jit.workdir import files
 
 _FOLDER = 'slurm'
@@ -72,10 +73,11 @@ class Array:
         code = int(path.read_text())
         if code == FINISHED:
           self._folder.finished(member)
-        elif code not in (STOPPED, INTERRUPTED):
+        elif code not in STOPPED_BY_A_SIGNAL:
           self._folder.failed(member, last_line(log_of(self._folder.path, member))
                               or f'ended with exit code {code}')
-        files.remove(path)
+        if not self._folder.is_dry:
+          files.remove(path)
 
   def under_way(self) -> set[str]:
     """Returns the names of members that wait or run, as SLURM says.
@@ -86,9 +88,9 @@ class Array:
     names: set[str] = set()
     for path in self._files.glob('*.names'):
       listed = path.read_text().split('\n')
-      # A job that has ended some time ago is unknown, which squeue says by an exit code.
+      # A job that has ended some time ago is unknown.
       tasks = _output(['squeue', '--noheader', '--array', f'--jobs={path.stem}', '--format=%K'],
-                      may_fail=True).split()
+                      accepted='Invalid job id specified').split()
       names |= {listed[int(task)] for task in tasks if task.isdecimal()}
     return names
 
@@ -124,12 +126,12 @@ class Array:
     return self._files / f'{member.name}.code'
 
 
-def _output(command: Sequence[str], may_fail: bool = False) -> str:
+def _output(command: Sequence[str], accepted: str | None = None) -> str:
   """Returns what a command of SLURM prints.
 
   Args:
     command: the command.
-    may_fail: an exit code that is not 0 is no error.
+    accepted: words of an error that is none.
 
   Raises:
     Refused: there is no such command, or it fails.
@@ -138,7 +140,7 @@ def _output(command: Sequence[str], may_fail: bool = False) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
   except FileNotFoundError:
     raise Refused(f'--slurm: this machine has no {command[0]}') from None
-  if done.returncode and not may_fail:
+  if done.returncode and (accepted is None or accepted not in done.stderr):
     words = ' '.join(done.stderr.split())[:300]
     raise Refused(f'--slurm: {command[0]}: {words or f"exit code {done.returncode}"}')
   return done.stdout

@@ -5,8 +5,10 @@ from __future__ import annotations
 import collections
 import errno
 import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from podracer_jit.errors import FAILED, FINISHED, INTERRUPTED, STOPPED
@@ -15,7 +17,10 @@ from podracer_jit.sweep.local import last_line, log_of
 from podracer_jit.sweep.members import Member
 from podracer_jit.sweep.progress import Board, State
 from podracer_jit.training.stopping import Stopping
+from podracer_jit.workdir import lock
 
+# Exit codes of members; one that has just started cannot save, and SIGTERM ends it.
+STOPPED_BY_A_SIGNAL = (STOPPED, INTERRUPTED, -signal.SIGTERM, 128 + signal.SIGTERM)
 _EVERY_S = 0.2
 _GRACE_S = 25.0  # to end after a second signal
 
@@ -77,6 +82,24 @@ class Listed:
     return ()
 
 
+def wait_until_saved(out: Path, members: Sequence[Member]) -> None:
+  """Waits until members of a command that was killed have saved and ended.
+
+  Args:
+    out: the folder of the sweep.
+    members: that will be trained.
+
+  Raises:
+    ValueError: one does not end.
+  """
+  deadline = time.monotonic() + _GRACE_S
+  for workdir in (workdir for member in members for workdir in member.workdirs(out)):
+    while lock.is_held(workdir):
+      if time.monotonic() > deadline:
+        raise ValueError(f'--out: {workdir} is in use by another process; stop it first')
+      time.sleep(_EVERY_S)
+
+
 def train(folder: Folder, plan: Plan, jobs: Jobs, stop: Stopping, board: Board) -> int:
   """Trains until the plan is done, a signal comes or the disk is full.
 
@@ -103,8 +126,9 @@ def train(folder: Folder, plan: Plan, jobs: Jobs, stop: Stopping, board: Board) 
           folder.finished(member)
           board.tell(member, State.FINISHED)
         elif member.name in given_up:
+          folder.pruned(member)
           board.tell(member, State.PRUNED)
-        elif code in (STOPPED, INTERRUPTED):  # by us, or by a sink of the user's
+        elif code in STOPPED_BY_A_SIGNAL:  # ours, or a sink of the user's has stopped it
           stopped = True
           board.tell(member, State.STOPPED)
         else:

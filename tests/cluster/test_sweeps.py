@@ -61,3 +61,11 @@ def test_a_cluster_is_needed(tmp_path):
   done = subprocess.run(command('sweep', *SMOKE, f'--out={tmp_path}'), env=env,
                         capture_output=True, text=True, check=False)
   assert done.returncode == 2 and '--ray: set RAY_ADDRESS to the address' in done.stderr
+
+
+def test_a_command_that_a_signal_has_ended_has_the_exit_code_of_a_shell(tmp_path):
+  pytest.importorskip('ray')
+  from podracer_jit.cluster import commands
+  (tmp_path / 'own.py').write_text('import os, signal; os.kill(os.getpid(), signal.SIGKILL)')
+  assert commands._run([f'--config={tmp_path / "own.py"}'], str(tmp_path / 'log'),
+                       str(tmp_path / 'stop'), str(tmp_path), {}) == 137

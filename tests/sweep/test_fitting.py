@@ -1,10 +1,15 @@
 """How many members a machine trains at once."""
 
+import json
+import os
+import time
+
 import pytest
 
 from podracer_jit.sweep import fitting
 from podracer_jit.sweep.fitting import Size
-from podracer_jit.sweep.local import Slot, slots_of
+from podracer_jit.sweep.local import Local, Slot, log_of, slots_of
+from podracer_jit.sweep.members import Member
 
 GB = 10**9
 
@@ -47,3 +52,43 @@ def test_a_full_disk_is_seen_before_the_start(tmp_path):
   fitting.check_disk(tmp_path, [Size(1, 0, 1000)] * 3)
   with pytest.raises(ValueError, match='^--out: 2 members need at least 2000000.0 GB'):
     fitting.check_disk(tmp_path, [Size(1, 0, 10**15)] * 2)
+
+
+# A config that tells how the process of its member was started.
+TELLS = """
+import json, os, sys
+print(json.dumps([sorted(os.sched_getaffinity(0)),
+                  {name: value for name, value in os.environ.items()
+                   if name.startswith(('XLA_CLIENT', 'XLA_PYTHON', 'CUDA_VISIBLE'))}]))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize('slots, variables, expected', [
+    ((None, None), {}, ({}, {})),
+    ((0, 1), {}, ({'CUDA_VISIBLE_DEVICES': '0'}, {'CUDA_VISIBLE_DEVICES': '1'})),
+    ((0, 0), {}, ({'CUDA_VISIBLE_DEVICES': '0', 'XLA_CLIENT_MEM_FRACTION': '0.450'},) * 2),
+    ((1, 1), {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false', 'CUDA_VISIBLE_DEVICES': '4,6'},
+     ({'CUDA_VISIBLE_DEVICES': '6', 'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'},) * 2)])
+def test_each_process_has_its_part_of_the_machine(tmp_path, monkeypatch, slots, variables,
+                                                  expected):
+  for name in [*os.environ]:
+    if name.startswith(('XLA_CLIENT', 'XLA_PYTHON', 'CUDA_VISIBLE')):
+      monkeypatch.delenv(name)
+  for name, value in variables.items():
+    monkeypatch.setenv(name, value)
+  (tmp_path / 'tells.py').write_text(TELLS)
+  all_cpus = sorted(os.sched_getaffinity(0))
+  cpus = [all_cpus[:1], all_cpus[-1:]]
+  jobs = Local(tmp_path, [Slot(tuple(each), gpu)
+                          for each, gpu in zip(cpus, slots, strict=True)])
+  members = [Member(name, str(tmp_path / 'tells.py'), {'seed': 1}) for name in 'ab']
+  for member in members:
+    jobs.begin(member)
+  assert not jobs.has_room
+  while jobs.running:
+    assert all(code == 0 for _, code in jobs.ended())
+    time.sleep(0.1)
+  assert [json.loads(log_of(tmp_path, member).read_text()) for member in members] == [
+      [*each] for each in zip(cpus, expected, strict=True)]

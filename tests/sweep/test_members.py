@@ -24,6 +24,13 @@ def test_a_seed_counts_once():
     members.seeds_of('1:3,2')
 
 
+def test_very_many_seeds_are_refused():
+  assert members.seeds_of('1:99999,0')[-2:] == [99_999, 0]
+  for text in ('1:1000000000', '1:100001', '1:60000,60001:120000'):
+    with pytest.raises(ValueError, match='^--seeds: must be at most 100,000 seeds, got '):
+      members.seeds_of(text)
+
+
 @pytest.mark.parametrize('flag, name, values', [
     ('optimizer.learning_rate=1e-3,3e-4', 'optimizer.learning_rate', [1e-3, 3e-4]),
     ('--config.loss.clip=0.1', 'loss.clip', [0.1]),
@@ -31,7 +38,9 @@ def test_a_seed_counts_once():
     ('network.activation=relu, tanh', 'network.activation', ['relu', 'tanh']),
     ('loss.clip=linear:0.2:0', 'loss.clip', ['linear:0.2:0']),
     ('normalise.obs=True,False', 'normalise.obs', [True, False]),
-    ('optimizer.learning_rate=log(1e-4,1e-2)', 'optimizer.learning_rate', ['log(1e-4,1e-2)'])])
+    ('optimizer.learning_rate=log(1e-4,1e-2)', 'optimizer.learning_rate', ['log(1e-4,1e-2)']),
+    ('a.b="64,64","32"', 'a.b', ['64,64', '32']),
+    ("a.b='x)',('(',2),it's", 'a.b', ['x)', ('(', 2), "it's"])])
 def test_values(flag, name, values):
   assert members.values_of(flag) == (name, values)
 
@@ -43,7 +52,10 @@ def test_values(flag, name, values):
     ('loss.clip=0.1,', 'a value is missing'),
     ('network.hidden=(64,64', 'a bracket is not closed'),
     ('network.hidden=64)', 'a bracket is not closed'),
-    ('loss.clip=0.1,0.1', 'names 0.1 twice'),
+    ('loss.clip=0.1,0.1', 'names 0.1 twice, in .*0.1.$'),
+    ('network.hidden=64,64', r'names 64 twice, in .*; one tuple is written '
+     r'network.hidden=\(64,64\)$'),
+    ('a.b="64,64', 'a quote is not closed'),
     ('seed=1,2', 'seed has a flag of its own, --seeds=1:3')])
 def test_values_that_are_none(flag, message):
   with pytest.raises(ValueError, match=f'^--grid: {message}'):
@@ -102,7 +114,10 @@ def test_a_member_has_the_config_that_its_fields_say():
     (dict(flags=['--config.loss.clip=0.1']), '--config.loss.clip: is given to all members'),
     (dict(flags=['--config.seed=1']), '--config.seed: --seeds=1:3 names the seeds'),
     (dict(tasks=['A-v1'], flags=['--config.env.task=B-v1']), '--config.env.task: is given to all'),
-    (dict(grid=[('network.name', ['mine:Net', 'mine_Net'])]), 'two members would have one name')])
+    (dict(grid=[('network.name', ['mine:Net', 'mine_Net'])]), 'two members would have one name'),
+    (dict(grid=[('a.b', ['é', 'ü'])], seeds=[1]), 'two members would have one name, .*; of configs '
+     'and values it has only letters, digits and . _ = . -, so change one, or make another sweep'),
+    (dict(configs=['a', 'b', 'a']), '--config: names a twice')])
 def test_products_that_are_refused(changes, message):
   with pytest.raises(ValueError, match=f'^{message}'):
     product(**changes)

@@ -16,7 +16,7 @@ RATE = 'optimizer.learning_rate'
     ('log(1e-4,1e-2)', Range('log', 1e-4, 1e-2)),
     ('uniform(0, 1)', Range('uniform', 0.0, 1.0)),
     ('int(1,8)', Range('int', 1, 8)),
-    ('linear:1:0', None), ((1, 2), None), (0.1, None)])
+    ('linear:1:0', None), ('own(x,y)', None), ((1, 2), None), (0.1, None)])
 def test_ranges(text, expected):
   assert search.range_of(text) == expected
 
@@ -25,6 +25,26 @@ def test_ranges(text, expected):
 def test_ranges_that_are_none(text):
   with pytest.raises(ValueError, match='^--grid: .* must have two numbers, the lower one first'):
     search.range_of(text)
+
+
+@pytest.mark.parametrize('text, words', [
+    ('int(1,1e3)', 'must have two numbers, the lower one first, both whole'),
+    ('uniform(0,inf)', 'must have two numbers, the lower one first, both finite'),
+    ('log(1,inf)', 'must have two numbers, the lower one first, both finite and above 0'),
+    ('loguniform(1e-4,1e-2)',
+     'is no range; ranges are log(LOW,HIGH), uniform(LOW,HIGH), int(LOW,HIGH)'),
+    ('logint(1,8)', 'is no range; ranges are log(LOW,HIGH), uniform(LOW,HIGH), int(LOW,HIGH)')])
+def test_what_is_wrong_with_a_range_is_said(text, words):
+  with pytest.raises(ValueError) as error:
+    search.range_of(text)
+  assert str(error.value) == f'--grid: {text} {words}'
+
+
+def test_very_many_trials_are_refused():
+  assert search.settings_of('tpe:100000', None, 1).trials == 100_000
+  for number in ('100001', '99999999999', '9' * 5000):
+    with pytest.raises(ValueError, match='^--search: must be at most 100,000 trials, got '):
+      search.settings_of(f'tpe:{number}', None, 1)
 
 
 def test_examples_have_each_value_and_both_ends():
@@ -37,12 +57,14 @@ def test_examples_have_each_value_and_both_ends():
 
 
 def make(out, sampler='random', trials=8, pruner=None, own=3e-4, seeds=(1,),
-         ranges=(('log(1e-4,1e-2)'),)):
+         ranges=(('log(1e-4,1e-2)'),), name=RATE, retry=False):
   folder = Folder(out, '1')
-  settings = search.settings_of(f'{sampler}:{trials}', pruner, 1)
-  return search.Search(folder, settings, search.ranges_of([(RATE, list(ranges))]),
+  if retry:
+    folder.retry(folder.members)
+  settings = search.settings_of(f'{sampler}:{trials}', pruner, 1, retry)
+  return search.Search(folder, settings, search.ranges_of([(name, list(ranges))]),
                        lambda fields: [member_of('x', {**fields, 'seed': seed}) for seed in seeds],
-                       {RATE: own})
+                       {name: own})
 
 
 def evaluate(plan, member, *means):
@@ -55,6 +77,15 @@ def evaluate(plan, member, *means):
 def finish(plan, member, mean):
   evaluate(plan, member, mean)
   plan.ended(member, is_finished=True)
+
+
+def fail(plan, member):
+  plan._folder.failed(member, 'no')
+  plan.ended(member, is_finished=False)
+
+
+def states(plan):
+  return [trial.state.name for trial in plan._study.trials]
 
 
 def test_the_best_of_all_trials_and_the_own_values(tmp_path):
@@ -124,3 +155,96 @@ def test_asha_gives_up_what_is_behind(tmp_path):
   plan.ended(members[0], is_finished=True)
   best, _ = plan.best()
   assert best.value == 10
+
+
+@pytest.mark.parametrize('ends', [(fail, finish), (finish, fail), (fail, fail)])
+def test_a_failed_member_does_not_stop_the_others_of_its_trial(tmp_path, ends):
+  plan = make(tmp_path, trials=2, seeds=(1, 2, 3))
+  one, two = plan.next(), plan.next()
+  for end, member in zip(ends, (one, two), strict=True):
+    end(plan, member, *[1] * (end is finish))
+  assert states(plan) == ['FAIL']
+  other = plan.next()  # the third member would not count
+  assert other.fields[RATE] != one.fields[RATE] and other.seeds[0] == 1
+  for member in (other, plan.next(), plan.next()):
+    finish(plan, member, 2)
+  assert states(plan) == ['FAIL', 'COMPLETE'] and plan.is_done() and plan.best()[0].value == 2
+
+
+@pytest.mark.filterwarnings('error')
+def test_tuples_are_values_and_a_search_of_them_goes_on(tmp_path):
+  hidden = dict(name='network.hidden', ranges=((256, 256), (64, 64)), own=(64, 64))
+  plan = make(tmp_path, trials=8, **hidden)
+  finish(plan, plan.next(), 1)
+  stopped = plan.next()
+  assert stopped.fields['network.hidden'] == (256, 256)
+  plan.ended(stopped, is_finished=False)
+  plan = make(tmp_path, trials=8, **hidden)
+  assert plan.next() == stopped
+  finish(plan, stopped, 2)
+  assert plan.next() is None
+  best, own = plan.best()
+  assert best.fields == {'network.hidden': (256, 256)} and own.is_own and own.value == 1
+
+
+def test_trials_that_have_failed_run_again_only_if_that_is_asked_for(tmp_path):
+  plan = make(tmp_path, trials=3, seeds=(1, 2))
+  first = plan.next()
+  fail(plan, first)
+  for _ in range(4):
+    finish(plan, plan.next(), 1)
+  assert plan.next() is None and states(plan) == ['FAIL', 'COMPLETE', 'COMPLETE']
+  plan = make(tmp_path, trials=3, seeds=(1, 2))
+  assert plan.is_done()
+  for _ in range(2):  # the second command finds the trial of the first one waiting
+    plan = make(tmp_path, trials=3, seeds=(1, 2), retry=True)
+  assert not plan.is_done() and plan.next() == first
+  finish(plan, first, 5)
+  finish(plan, plan.next(), 7)
+  assert plan.is_done() and plan.next() is None and plan.best()[0].value == 6
+  assert states(plan) == ['FAIL', 'COMPLETE', 'COMPLETE', 'COMPLETE']
+  assert make(tmp_path, trials=3, seeds=(1, 2), retry=True).is_done()
+
+
+def test_values_that_were_pruned_are_not_tried_again(tmp_path):
+  plan = make(tmp_path, pruner='asha', trials=6, ranges=(1e-3, 3e-4))
+  good, bad = plan.next(), plan.next()
+  evaluate(plan, good, *[10] * 4)
+  evaluate(plan, bad, *[1] * 4)
+  assert plan.given_up([good, bad]) == [bad]
+  plan.ended(bad, is_finished=False)
+  finish(plan, good, 10)
+  assert plan.next() is None
+  assert {trial.state.name for trial in plan._study.trials if trial.params == {RATE: '0.001'}
+          } == {'PRUNED'}
+
+
+@pytest.mark.parametrize('before, now, words', [
+    (['log(1e-4,1e-2)'], ['log(1e-4,1e-1)'], 'log(0.0001,0.01) when the search began, and is '
+     'log(0.0001,0.1) now'),
+    (['log(1e-4,1e-2)'], ['uniform(1e-4,1e-2)'], 'log(0.0001,0.01) when the search began, and is '
+     'uniform(0.0001,0.01) now'),
+    (['int(1,8)'], [1, 8], 'int(1,8) when the search began, and is 1,8 now'),
+    ([(8, 8), (4,)], [(8, 8), (16,)], '(4,),(8, 8) when the search began, and is (16,),(8, 8) now'),
+])
+def test_a_search_that_goes_on_has_the_ranges_with_which_it_began(tmp_path, before, now, words):
+  make(tmp_path, ranges=before, own=None).next()
+  with pytest.raises(ValueError) as error:
+    make(tmp_path, ranges=now, own=None)
+  assert str(error.value) == f'--grid: {RATE} was {words}; choose another --out'
+  with pytest.raises(ValueError, match='^--grid: .* was .* when the search began, and is not '
+                     'searched now'):
+    make(tmp_path, name='loss.clip', ranges=before)
+  make(tmp_path, ranges=before[::-1], own=None)
+
+
+def test_a_garbled_storage_is_named(tmp_path):
+  finish(plan := make(tmp_path), plan.next(), 1)
+  path = tmp_path / 'optuna.log'
+  text = path.read_text()
+  for garbled in (f'?{text}', 'null\n', '{}\n', text.replace('op_code', 'code')):
+    path.write_text(garbled)
+    with pytest.raises(ValueError) as error:
+      make(tmp_path)
+    assert str(error.value).startswith(f'--out: {path} is garbled (')
+    assert 'move it away, and the search begins anew' in str(error.value)

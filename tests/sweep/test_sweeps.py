@@ -1,7 +1,10 @@
 """Real sweeps: processes of members, failures, signals, and a cluster that is not real."""
 
+import html
+import importlib.metadata
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,6 +13,17 @@ import time
 import pytest
 
 from podracer_jit.cli import sweep as verb
+from podracer_jit.errors import Refused
+from podracer_jit.report import reading
+from podracer_jit.sweep import members, search, training
+from podracer_jit.sweep.fitting import Size
+from podracer_jit.sweep.folder import Folder
+from podracer_jit.sweep.local import Local, Slot
+from podracer_jit.sweep.members import Member
+from podracer_jit.sweep.progress import Board
+from podracer_jit.sweep.search import Range
+from podracer_jit.sweep.slurm import Array
+from podracer_jit.training.stopping import Stopping
 from podracer_jit.workdir import checkpoints, journal
 from tests import processes
 from tests.processes import command
@@ -61,6 +75,11 @@ def test_a_sweep_grows_and_its_failures_wait_to_be_asked_for(tmp_path):
   done = run(tmp_path, f'{RATE}1e30', '--retry')
   assert done.returncode == 1 and f'{bad}: running' in done.stdout and log.stat().st_size > size
   assert len(content(tmp_path)['members']) == 3
+  # All commands are noted, each once.
+  first, second, third = content(tmp_path)['commands']
+  assert first == ['podracer_jit', 'sweep', *SMOKE, f'--out={tmp_path}', f'{RATE}1e-3,1e30',
+                   '--jobs=2']
+  assert second[-1] == f'{RATE}1e-3,1e30,3e-4' and third[-1] == '--retry'
 
 
 @pytest.mark.full
@@ -72,6 +91,31 @@ def test_a_member_alone_has_the_same_receipts(tmp_path):
   compared = processes.run(command('compare', tmp_path / 'sweep' / member['name'],
                                    tmp_path / 'alone'))
   assert compared.returncode == 0, compared.stdout
+  # A report prints this command.
+  done = processes.run(command('report', tmp_path / 'sweep', f'--out={tmp_path / "report"}'))
+  assert done.returncode == 0, done.stderr
+  page = html.unescape((tmp_path / 'report' / 'index.html').read_text())
+  assert shlex.join(member['command']) in page
+
+
+@pytest.mark.full
+def test_a_sweep_that_was_killed_goes_on_at_once_to_the_same_receipts(tmp_path):
+  flags = [SMOKE[0], *SMOKE[2:], '--config.total_steps=100000', '--seeds=1:2', '--jobs=2']
+  names = [f'ppo_cartpole_smoke,seed={seed}' for seed in (1, 2)]
+  with processes.Popen(command('sweep', *flags, f'--out={tmp_path / "killed"}'),
+                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    while not all(updates(tmp_path / 'killed' / name) for name in names):
+      assert process.poll() is None
+      time.sleep(0.05)
+    process.kill()
+  # The members are saving; the command waits for them.
+  for folder in ('killed', 'untouched'):
+    done = processes.run(command('sweep', *flags, f'--out={tmp_path / folder}'))
+    assert done.returncode == 0, done.stdout + done.stderr
+  for name in names:
+    compared = processes.run(command('compare', tmp_path / 'killed' / name,
+                                     tmp_path / 'untouched' / name))
+    assert compared.returncode == 0, compared.stdout
 
 
 LONG = ['--config.total_steps=4000000', '--config.env.renew_every_updates=0',
@@ -197,6 +241,36 @@ def test_a_sweep_is_of_one_experiment_and_one_version(tmp_path, capsys):
   assert refused(capsys, *again) == f'--out: {path} is not of a sweep'
 
 
+def test_a_folder_that_is_none_of_a_sweep_is_refused(tmp_path, capsys):
+  file = tmp_path / 'file'
+  file.write_text('')
+  for path in (file, file / 'x' / 'y'):
+    for dry in ([], ['--dry']):
+      assert refused(capsys, *SMOKE, f'--out={path}', *dry) == (
+          f'--out: {file} is a file; name a folder')
+  (tmp_path / 'config.json').write_text('{}')
+  assert refused(capsys, *SMOKE, f'--out={tmp_path}') == (
+      f'--out: {tmp_path} is the workdir of a run; name another folder')
+  assert {path.name for path in tmp_path.iterdir()} == {'file', 'config.json'}
+
+
+def test_dry_changes_nothing_and_leaves_out_what_has_ended(tmp_path, capsys):
+  grid = ('loss.clip', [0.1, 0.2, 0.3])
+  listed = members.product([SMOKE[0].partition('=')[2]], [], [1], [grid], SMOKE[1:])
+  folder = Folder(tmp_path, importlib.metadata.version('podracer_jit'))
+  folder.add(listed, {})
+  folder.failed(listed[0], 'no')
+  (tmp_path / 'slurm').mkdir()
+  # SLURM has tried the second one, which has failed, too.
+  (tmp_path / 'slurm' / f'{listed[1].name}.code').write_text('1\n')
+  before = {path: path.is_file() and path.read_text() for path in tmp_path.rglob('*')}
+  assert verb.main(['podracer_jit sweep', *SMOKE, f'--out={tmp_path}', '--slurm=', '--dry',
+                    '--grid=loss.clip=0.1,0.2,0.3']) == 0
+  line, = capsys.readouterr().out.splitlines()
+  assert line.endswith(listed[2].name)
+  assert {path: path.is_file() and path.read_text() for path in tmp_path.rglob('*')} == before
+
+
 def test_dry_prints_commands_and_leaves_nothing(tmp_path, capsys):
   assert verb.main(['podracer_jit sweep', *SMOKE, f'--out={tmp_path / "x"}', '--dry',
                     '--grid=network.hidden=(8,8)']) == 0
@@ -204,6 +278,48 @@ def test_dry_prints_commands_and_leaves_nothing(tmp_path, capsys):
       f'podracer_jit {" ".join(SMOKE)} \'--config.network.hidden=(8, 8)\' --config.seed=1 '
       f'--workdir={tmp_path}/x/ppo_cartpole_smoke,hidden=8_8,seed=1\n')
   assert not (tmp_path / 'x').exists()
+
+
+def test_members_that_a_search_has_pruned_are_known_later(tmp_path, capsys):
+  flags = [*SMOKE[1:], '--config.eval.every_updates=1']
+  folder = Folder(tmp_path, importlib.metadata.version('podracer_jit'))
+  plan = search.Search(
+      folder, search.settings_of('random:2', 'asha', 1), {'loss.clip': Range('uniform', 0.1, 0.4)},
+      lambda fields: members.product([SMOKE[0].partition('=')[2]], [], [1],
+                                     [(name, [value]) for name, value in fields.items()], flags),
+      {'loss.clip': 0.2})
+  for value in (2, 1):
+    member = plan.next()
+    path = tmp_path / member.name / search.EVALUATIONS
+    path.parent.mkdir()
+    path.write_text(json.dumps({'mean': float(value), 'steps': 1}) + '\n')
+    (path.parent / 'config.json').write_text('{"config": {}}')
+    given_up = list(plan.given_up([member]))
+    assert given_up == [member] * (value == 1)
+    (folder.pruned if given_up else folder.finished)(member)
+    plan.ended(member, is_finished=not given_up)
+  assert [entry['pruned'] for entry in content(tmp_path)['members']] == [False, True]
+
+  assert verb.main(['podracer_jit sweep', SMOKE[0], *flags, f'--out={tmp_path}',
+                    '--search=random:2', '--prune=asha', '--grid=loss.clip=uniform(0.1,0.4)']) == 0
+  out = capsys.readouterr().out
+  assert f'{member.name}: pruned' in out and ': waiting' not in out and ': running' not in out
+  assert '1 of 2 members have finished, and 1 were pruned: podracer_jit report' in out
+  assert [run.state for run in reading.read([tmp_path]) if run.path.name == member.name] == [
+      'pruned']
+
+
+@pytest.mark.full
+def test_a_search_of_tuples_with_several_seeds_goes_on(tmp_path):
+  command_of = [f'--out={tmp_path}', '--seeds=1:2', '--config.eval.every_updates=1',
+                '--config.eval.num_episodes=2', '--grid=network.hidden=(64,64),(8,8)']
+  for trials, running in ((1, 2), (8, 2), (8, 0)):
+    done = processes.run(command('sweep', *SMOKE, *command_of, f'--search=tpe:{trials}'))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(': running') == running and not done.stderr
+  assert 'all 4 members have finished' in done.stdout
+  assert {tuple(member['fields']['network.hidden']) for member in content(tmp_path)['members']} == {
+      (64, 64), (8, 8)}
 
 
 @pytest.mark.full
@@ -262,6 +378,18 @@ print(json.dumps([code, events]))
 """
 
 
+def test_a_member_that_a_signal_ends_before_it_can_save_has_not_failed(tmp_path):
+  (tmp_path / 'own.py').write_text('import os, signal\n'
+                                   'signal.signal(signal.SIGTERM, signal.SIG_DFL)\n'
+                                   'os.kill(os.getpid(), signal.SIGTERM)\n')
+  member = Member('a', str(tmp_path / 'own.py'), {'seed': 1})
+  folder = Folder(tmp_path, '1')
+  folder.add([member], {})
+  code = training.train(folder, training.Listed([member]), Local(tmp_path, [Slot(())]), Stopping(),
+                        Board(tmp_path, {'a': Size(1, 1, 1)}))
+  assert code == 3 and not folder.errors
+
+
 SBATCH = """#!/bin/bash
 # Runs all tasks of the array at once, as SLURM would.
 script=${@: -1}
@@ -274,13 +402,34 @@ echo '7;cluster'
 """
 
 
+SRUN = """#!/bin/bash
+# If a file `preempts` exists, the member gets SIGTERM as soon as it has trained, as SLURM sends it.
+shift
+[ -e "$(dirname "$0")/preempts" ] || exec "$@"
+metrics=${*: -1}
+metrics=${metrics#--workdir=}/metrics.jsonl
+before=$(cat "$metrics" 2>/dev/null | wc -c)
+"$@" &
+until [ "$(cat "$metrics" 2>/dev/null | wc -c)" -gt "$before" ]; do
+  kill -0 $! || exit 99
+  sleep 0.1
+done
+kill -TERM $!
+wait $!
+"""
+SQUEUE = """#!/bin/bash
+cd "$(dirname "$0")"
+if [ -e squeue_error ]; then cat squeue_error >&2; exit 1; fi
+if [ -e queue ]; then cat queue; fi
+"""
+
+
 @pytest.fixture
 def slurm(tmp_path):
   """Returns an environment with commands of SLURM that run everything at once."""
   folder = tmp_path / 'bin'
   folder.mkdir()
-  for name, text in (('sbatch', SBATCH), ('srun', '#!/bin/bash\nshift; exec "$@"\n'),
-                     ('squeue', '#!/bin/bash\ncat "$(dirname "$0")/queue" 2>/dev/null\n'),
+  for name, text in (('sbatch', SBATCH), ('srun', SRUN), ('squeue', SQUEUE),
                      ('scontrol', '#!/bin/bash\necho "$@" >> "$(dirname "$0")/requeued"\n')):
     (folder / name).write_text(text)
     (folder / name).chmod(0o755)
@@ -314,6 +463,61 @@ def test_an_array_of_slurm(tmp_path, slurm):
 
 
 @pytest.mark.full
-def test_slurm_is_needed_for_an_array(tmp_path, capsys):
+def test_a_member_that_slurm_preempts_saves_and_is_queued_again(tmp_path, slurm):
+  folder, env = slurm
+  out = tmp_path / 'out'
+  (folder / 'preempts').touch()
+
+  def submit():
+    return subprocess.run(command('sweep', SMOKE[0], *SMOKE[2:], *LONG[:3], f'--out={out}',
+                                  '--slurm='), env=env, capture_output=True, text=True, check=False)
+
+  done = submit()
+  assert done.returncode == 3 and 'submitted 1 as job 7' in done.stdout, done.stderr
+  workdir = out / 'ppo_cartpole_smoke,seed=1'
+  assert (folder / 'requeued').read_text() == 'requeue 7_0\n'
+  saved = checkpoints.newest_whole(workdir)
+  assert saved == updates(workdir) > 0
+  (folder / 'queue').write_text('0\n')  # it waits again
+  done = submit()
+  assert done.returncode == 3 and '0 finished, 1 under way' in done.stdout
+  assert 'submitted' not in done.stdout
+  (folder / 'queue').unlink()  # SLURM has lost it
+  done = submit()
+  assert done.returncode == 3 and 'submitted 1 as job 7' in done.stdout
+  assert (folder / 'requeued').read_text() == 'requeue 7_0\n' * 2
+  assert not content(out)['members'][0]['error']
+
+
+def test_a_member_that_was_stopped_has_not_failed(tmp_path):
+  codes = {'saved': 3, 'interrupted': 130, 'terminated': 143, 'failed': 1, 'killed': 137}
+  folder = Folder(tmp_path, '1')
+  (tmp_path / 'slurm').mkdir()
+  for name, code in codes.items():
+    (tmp_path / 'slurm' / f'{name}.code').write_text(f'{code}\n')
+  Array(folder, '').collect([Member(name, 'x', {'seed': 1}) for name in codes])
+  assert folder.errors == {'failed': 'ended with exit code 1',
+                           'killed': 'ended with exit code 137'}
+
+
+def test_only_a_job_that_slurm_does_not_know_is_not_under_way(tmp_path, slurm, monkeypatch):
+  folder, env = slurm
+  monkeypatch.setenv('PATH', env['PATH'])
+  array = Array(Folder(tmp_path, '1'), '')
+  (tmp_path / 'slurm').mkdir()
+  (tmp_path / 'slurm' / '7.names').write_text('a\nb')
+  (folder / 'queue').write_text('1\n')
+  assert array.under_way() == {'b'}
+  (folder / 'squeue_error').write_text('slurm_load_jobs error: Invalid job id specified\n')
+  assert array.under_way() == set()
+  (folder / 'squeue_error').write_text('slurm_load_jobs error: Unable to contact slurm controller')
+  with pytest.raises(Refused, match='^--slurm: squeue: slurm_load_jobs error: Unable to contact '
+                     'slurm controller$'):
+    array.under_way()
+
+
+@pytest.mark.full
+def test_slurm_is_needed_for_an_array(tmp_path, capsys, monkeypatch):
+  monkeypatch.setenv('PATH', str(tmp_path / 'empty'))
   assert refused(capsys, *SMOKE, f'--out={tmp_path}', '--slurm=') == (
       '--slurm: this machine has no sbatch')
