@@ -48,10 +48,12 @@ def main(argv: Sequence[str]) -> int:
       raise ValueError(f'--out: {out} is a workdir; choose another folder')
     if out.exists() and not out.is_dir():
       raise ValueError(f'--out: {out} is a file; name a folder')
-    runs = reading.read([user_path(arg) for arg in args])
-    title = values.title or shorten(', '.join(user_path(arg).absolute().name for arg in args), 90)
+    folders = [user_path(arg) for arg in args]
+    runs = reading.read(folders)
+    title = values.title or shorten(', '.join(folder.absolute().name for folder in folders), 90)
     command = ['podracer_jit', 'report', *argv[1:]]
-    page.write(page.build(runs, printable(title), command), out)
+    sweeps = reading.commands_of_sweeps(folders)
+    page.write(page.build(runs, sweeps, printable(title), command), out)
   print(printable(f'{out / page.INDEX}: {len(runs)} {"run" if len(runs) == 1 else "runs"}'))
   return 0
 

@@ -101,11 +101,13 @@ class _Pictures:
     return Markup(figures.inline(svg, len(self.as_files), title))
 
 
-def build(runs: Sequence[Run], title: str, command: Sequence[str]) -> Report:
+def build(runs: Sequence[Run], sweeps: Sequence[Sequence[str]], title: str,
+          command: Sequence[str]) -> Report:
   """Returns the report of runs.
 
   Args:
     runs: the runs, as `reading.read` returns them.
+    sweeps: the commands of their sweeps, as `reading.commands_of_sweeps` returns them.
     title: of the page.
     command: the command that makes the report.
   """
@@ -120,7 +122,7 @@ def build(runs: Sequence[Run], title: str, command: Sequence[str]) -> Report:
       final=_final(comparison), differences=_differences(comparison),
       speed=_speed(comparison, pictures), pipeline=_pipeline(runs), machines=_machines(runs),
       identical=_identical(runs), runs=_runs(comparison, runs, unusual),
-      film=_film(comparison), repeat=_repeat(runs, command))
+      film=_film(comparison), repeat=_repeat(runs, sweeps, command))
   content['lead'] = _lead(comparison, runs)
   content['headline'] = _headline(comparison)
   if len(runs) == 1:
@@ -758,11 +760,14 @@ def _command(arguments: Any) -> str:
   return shorten(shlex.join([program, *rest]), 4000)
 
 
-def _repeat(runs: Sequence[Run], command: Sequence[str]) -> dict[str, Any]:
+def _repeat(runs: Sequence[Run], sweeps: Sequence[Sequence[str]], command: Sequence[str]
+            ) -> dict[str, Any]:
   trained = dict.fromkeys(line for run in runs for start in run.starts
                           if (line := _command(start.get('command'))))
   evaluated = dict.fromkeys(_evaluation(run, record) for run in runs for record in run.commands)
-  parts = [dict(name='Training', lines=[*trained]), dict(name='Evaluation', lines=[*evaluated]),
+  of_sweeps = dict.fromkeys(line for words in sweeps if (line := _command([*words])))
+  parts = [dict(name='Sweeps', lines=[*of_sweeps]), dict(name='Training', lines=[*trained]),
+           dict(name='Evaluation', lines=[*evaluated]),
            dict(name='This report', lines=[shlex.join(command)])]
   commits = dict.fromkeys(str(start['commit']) for run in runs for start in run.starts
                           if start.get('commit'))

@@ -183,6 +183,19 @@ def _members(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
     return
 
 
+def commands_of_sweeps(paths: Sequence[Path]) -> list[list[str]]:
+  """Returns the commands of all sweeps in folders, in order; none of a garbled file."""
+  commands: list[list[str]] = []
+  for path in paths:
+    for folder in _sweeps(path):
+      try:
+        commands += [[*map(str, command)] for command in
+                     files.read_json(folder / SWEEP).get('commands', ())]
+      except (OSError, ValueError, AttributeError, TypeError):
+        continue
+  return commands
+
+
 def _error_of(folder: Path, errors: Mapping[Path, str]) -> str:
   """Returns the error of a workdir's member, which may have several workdirs."""
   return next((errors[path] for path in (folder, folder.parent) if path in errors), '')

@@ -123,7 +123,8 @@ def test_unfinished_failed_single_and_unequal_runs_are_taken_and_said(tmp_path):
   make(sweep / 'seed=3', seed=3, updates=30)
   make(sweep / 'seed=4', seed=4, updates=35,
        returns=lambda share: math.nan if share > 0.5 else 1.0)
-  (sweep / 'sweep.json').write_text(json.dumps({'members': [
+  command = ['podracer_jit', 'sweep', '--config=x', '--grid=network.hidden=(64,),(32,)']
+  (sweep / 'sweep.json').write_text(json.dumps({'commands': [command], 'members': [
       {'name': 'seed=2', 'error': 'EnvironmentFailed: out <of> order', 'fields': {'seed': 2}},
       {'name': 'seed=5', 'error': None, 'command': ['podracer_jit', '--config=x'],
        'fields': {'seed': 5, 'env.task': 'CartPole-v1'}}]}))
@@ -137,7 +138,8 @@ def test_unfinished_failed_single_and_unequal_runs_are_taken_and_said(tmp_path):
   html = report([sweep], tmp_path / 'out')
   assert 'out &lt;of&gt; order' in html and '<of>' not in html
   for words in ('1 run has failed', '1 run has not begun', 'compared at equal steps',
-                'its return is not finite', 'podracer_jit --config=x'):
+                'its return is not finite', 'podracer_jit --config=x',
+                'podracer_jit sweep --config=x &#39;--grid=network.hidden=(64,),(32,)&#39;'):
     assert words in html, words
 
 
