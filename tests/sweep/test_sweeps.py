@@ -378,6 +378,20 @@ print(json.dumps([code, events]))
 """
 
 
+def test_a_workdir_that_does_not_become_free_is_named(tmp_path, monkeypatch):
+  monkeypatch.setattr(training, '_GRACE_S', 0.0)
+  waiting = [Member(name, 'x', {'seed': 1}) for name in 'ab']
+  (tmp_path / 'b').mkdir()
+  program = ('import pathlib, sys; from podracer_jit.workdir import lock; '
+             'lock.WorkdirLock(pathlib.Path(sys.argv[1])); print(flush=True); sys.stdin.read()')
+  with subprocess.Popen([sys.executable, '-c', program, tmp_path / 'b'], stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE) as process:
+    process.stdout.readline()
+    with pytest.raises(ValueError, match='^--out: .*/b is in use by another process; stop it'):
+      training.wait_until_saved(tmp_path, waiting)
+  training.wait_until_saved(tmp_path, waiting)
+
+
 def test_a_member_that_a_signal_ends_before_it_can_save_has_not_failed(tmp_path):
   (tmp_path / 'own.py').write_text('import os, signal\n'
                                    'signal.signal(signal.SIGTERM, signal.SIG_DFL)\n'
