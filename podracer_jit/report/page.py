@@ -296,12 +296,14 @@ def _notes(comparison: Comparison, runs: Sequence[Run], unusual: Mapping[str, Se
   """Returns lines about what a reader must know before the results."""
   notes = []
   for state, words in (('failed', 'has failed'), ('not begun', 'has not begun'),
-                       ('stopped', 'has stopped before its last step'), ('running', 'still runs')):
+                       ('stopped', 'has stopped before its last step'), ('running', 'still runs'),
+                       ('pruned', 'was pruned by the search')):
     some = [run for run in runs if run.state == state]
     if some:
       plural = {'has failed': 'have failed', 'has not begun': 'have not begun',
                 'has stopped before its last step': 'have stopped before their last step',
-                'still runs': 'still run'}[words]
+                'still runs': 'still run',
+                'was pruned by the search': 'were pruned by the search'}[words]
       named = ', '.join(
           run.name + (f' ({run.steps:,} of {run.total:,} steps)' if run.total and run.steps else '')
           for run in some[:4])
