@@ -13,9 +13,9 @@ random finds the treasure once in 2^20 episodes.
 
 | seed | RND | steps to 0.5 | PPO |
 |---|---|---|---|
-| 1 | 0.99 | 171,000 | -0.00 |
-| 2 | 0.98 | 176,000 | not run |
-| 3 | 0.98 | 146,000 | not run |
+| 1 | 0.99 | 171,000 | 0.00 |
+| 2 | 0.98 | 176,000 | 0.00 |
+| 3 | 0.98 | 146,000 | 0.00 |
 
 | setting | paper | section | option |
 |---|---|---|---|
