@@ -439,8 +439,9 @@ def _scores(comparison: Comparison, pictures: _Pictures) -> dict[str, Any] | Non
          'Scores are normalised by the range of returns of these runs, since these tasks have no '
          'published random and human scores: a score of 1 is the highest mean return of any run on '
          'the task, and says nothing about how good that is.' if not human else
-         f'{human} tasks are human-normalised; the other {len(tasks) - human} have no published '
-         'random and human scores, and are normalised by the range of returns of these runs.')
+         'Human-normalised where random and human scores are published, which is for '
+         f'{_count(human, "task")}; the scores of the others are normalised by the range of '
+         'returns of these runs.')
   table = []
   for group in groups:
     row = [group.name, sum(map(len, scores[group.name]))]
@@ -500,7 +501,7 @@ def _final(comparison: Comparison) -> dict[str, Any] | None:
       runs = [(run, finals) for run in group.of_task(task) if (finals := _finals(run))]
       if not runs:
         word = 'no episode has ended' if group.of_task(task) else 'not run'
-        rows.append([task, group.name, 0, word, *['-'] * (5 if _any_human(tasks) else 4)])
+        rows.append([task, group.name, 0, word, *['-'] * (4 if _any_human(tasks) else 3)])
         continue
       kind = next(kind for kind in ('evaluate', 'evaluation', 'training', None)
                   if kind is None or all(kind in finals for _, finals in runs))
@@ -514,8 +515,9 @@ def _final(comparison: Comparison) -> dict[str, Any] | None:
       human = task_sets.normalised(task, estimate.value)
       sources = ', '.join(dict.fromkeys(final.source for final in finals))
       nearest = task_sets.nearest(task, runs[0][0].algorithm, max(run.steps for run, _ in runs))
-      rows.append([task, group.name, len(runs), _value(estimate.value), _range(estimate),
-                   over if estimate.known else '-', *([_value(human)] if _any_human(tasks) else []),
+      interval = _range(estimate) + (f' ({over})' if estimate.known and over != 'seeds' else '')
+      rows.append([task, group.name, len(runs), _value(estimate.value), interval,
+                   *([_value(human)] if _any_human(tasks) else []),
                    f'{nearest.score:,.6g} ({nearest.title})' if nearest else '-', sources])
       exact.append([task, group.name, len(runs), *estimate, over, human, sources])
   if not exact:
@@ -527,7 +529,7 @@ def _final(comparison: Comparison) -> dict[str, Any] | None:
   human = '|#Human-normalised' if _any_human(tasks) else ''
   without = [task for task in tasks if not task_sets.published(task)]
   return dict(
-      table=_table(f'Task|Group|#Seeds|#Mean return|#95%|Interval over{human}|~Nearest published|'
+      table=_table(f'Task|Group|#Seeds|#Mean return|#95%{human}|~Nearest published|'
                    '~Source', rows),
       published=_table('Task|#Return|#Deviation|~Program|~Protocol|~Source', published)
       if published else None,
@@ -671,7 +673,10 @@ def _machines(runs: Sequence[Run]) -> Table:
 def _hardware(of_start: Mapping[str, Any]) -> str:
   """Returns the hardware that a command noted in words."""
   memory = of_start.get('memory')
-  words = [str(of_start.get('processor', '')), f'{of_start.get("threads", "?")} threads']
+  threads = of_start.get('threads')
+  words = [str(of_start.get('processor', ''))]
+  if isinstance(threads, int):
+    words.append(_count(threads, 'hardware thread'))
   if isinstance(memory, int):
     words.append(f'{_bytes(memory)} of memory')
   accelerators = of_start.get('accelerators')

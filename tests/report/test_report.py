@@ -71,7 +71,7 @@ def test_a_report_of_two_groups_and_two_tasks(tmp_path):
   assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|url\((?!#)|@import', html)
   assert 'ppo, learning_rate 0.001' in html and 'human-normalised' in html
   assert 'Cleanba PPO' in html and '18.07' in html  # published for Pong
-  assert 'EPYC, 16 threads, 128 GB of memory, 2 H100' in html
+  assert 'EPYC, 16 hardware threads, 128 GB of memory, 2 H100' in html
   assert '440 MB' in html  # the most of all updates
   assert html.count('<svg') >= 2 * 3 + 4 * 3 + 4 + 2
   ids = re.findall(r'\bid="([^"]+)"', html)
