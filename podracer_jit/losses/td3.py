@@ -52,6 +52,8 @@ class TD3(OffPolicyActorCritic):
   Returns may have several steps (`n_step`).
   """
 
+  actor = Actor
+
   policy_delay: int = option(2, 'steps of the critics for one of the actor and of all targets',
                              at_least=1, at_most=INT32_MAX)
   target_noise: float = option(0.2, "deviation of the noise on the target policy's actions, which "
