@@ -127,10 +127,10 @@ def ranges_of(grid: Sequence[tuple[str, Sequence[Any]]]) -> dict[str, Range | Se
   """
   ranges: dict[str, Range | Sequence[Any]] = {}
   for name, values in grid:
-    found = [range_of(value) for value in values]
-    if any(found) and len(values) > 1:
+    of_values = [range_of(value) for value in values]
+    if any(of_values) and len(values) > 1:
       raise ValueError(f'--grid: {name} must have one range, or values, got both or several')
-    ranges[name] = found[0] or values
+    ranges[name] = of_values[0] or values
   return ranges
 
 

@@ -650,7 +650,7 @@ def test_the_kl_of_a_minibatch_without_valid_rows_is_no_division_by_zero():
 
 @pytest.mark.parametrize('loss', essential(['pqn', 'dqn', 'r2d2', 'sac'], 'dqn'))
 def test_groups_together_learn_what_they_learn_one_after_the_other(loss, monkeypatch):
-  """As on accelerators; compares the first update that learns, whose experience is the same."""
+  """Compares the first update that learns, whose experience is the same."""
   config = changed(of_replay(loss) if loss != 'pqn' else small('pqn', num_grad_shards=2),
                    scheme='apex_lockstep' if loss != 'pqn' else 'sync')
 

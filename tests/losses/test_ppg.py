@@ -11,6 +11,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from examples.ppg import PPG, Distillation
 from podracer_jit import testing
+from podracer_jit.agents.running_moments import Moments
 from podracer_jit.experiment import memory
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.losses import PPO
@@ -123,6 +124,15 @@ def test_the_gradient_has_the_slopes_of_the_losses(task):
     slope = sum(jax.tree.leaves(jax.tree.map(np.vdot, grads, direction)))
     assert abs(slope) > 1e-2
     assert_allclose(slope, (loss(1e-6) - loss(-1e-6)) / 2e-6, rtol=1e-3)
+
+
+def test_values_that_are_normalised_count_in_their_deviations():
+  phase, state, batch = _case('CartPole-v1')
+  moments = {'values': Moments(*map(np.float32, (10, 0.0, 90.0)))}  # a deviation of 3
+  terms = [phase.loss(params, state._replace(params=params), batch, None)[1].terms
+           for params in (state.params, state.params | {'moments': moments})]
+  for name, factor in (('distillation_loss', 9), ('aux_value_loss', 9), ('clone_kl', 1)):
+    assert_allclose(terms[0][name], factor * terms[1][name], rtol=0.01, err_msg=name)
 
 
 def test_the_divergence_is_from_the_network_before_the_phase():

@@ -90,8 +90,8 @@ def test_wandb_has_one_run_with_config_metrics_evaluations_and_video(offline, tm
 
 
 def test_trackio_has_one_run_with_config_metrics_evaluations_and_video(tmp_path, monkeypatch):
+  monkeypatch.setenv('TRACKIO_DIR', str(tmp_path / 'trackio'))  # read by the import
   trackio = pytest.importorskip('trackio')
-  monkeypatch.setenv('TRACKIO_DIR', str(tmp_path / 'trackio'))
   monkeypatch.setattr(trackers, 'TRACKED_S', 0.0)
   workdir = tmp_path / 'run'
   config = changed(CONFIG, log__tracker='trackio')
