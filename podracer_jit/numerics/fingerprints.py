@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -31,23 +31,10 @@ def _hash(words: jax.Array, indices: jax.Array, multipliers: Any) -> jax.Array:
 # Multipliers of the two hash functions: [hash function, multiplication].
 _MULTIPLIERS = np.array([[0x7FEB352D, 0x846CA68B], [0x85EBCA6B, 0xC2B2AE35]], np.uint32)
 
+_SALT = 0x9E3779B9  # 2^32 divided by the golden ratio; its multiples tell arrays apart
+
 # Arrays of fewer words are joined to one, which compiles faster. Larger ones take long to copy.
 FEW = 1 << 16
-
-
-def _words(x: jax.Array, env_axis: int | None) -> jax.Array:
-  """Returns the bits of x as uint32 words, one for each number or one for four bytes.
-
-  Bytes are packed along the last axis if its size is a multiple of 4 and it is neither the first
-  axis nor the axis of environments.
-  """
-  if x.dtype == jnp.bool_:
-    x = x.astype(jnp.uint8)
-  if x.dtype == jnp.uint8 and x.ndim - 1 > (env_axis or 0) and x.shape[-1] % 4 == 0:
-    x = x.reshape(*x.shape[:-1], x.shape[-1] // 4, 4)
-    return lax.bitcast_convert_type(x, jnp.uint32)
-  unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-  return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
 
 def fingerprint(tree: Any, env_axis: int | None = None, first_env: Any = 0,
@@ -67,60 +54,114 @@ def fingerprint(tree: Any, env_axis: int | None = None, first_env: Any = 0,
   Returns:
     [2] uint32, one sum for each of two hash functions.
   """
-  if env_axis is not None:
-    chex.assert_equal_shape(jax.tree.leaves(tree), dims=env_axis)
   chex.assert_rank(first_env, 0)
-  leaves = [_words(jnp.asarray(leaf), env_axis) for leaf in jax.tree.leaves(tree)]
-  if env_axis is None:
-    leaves = [jnp.concatenate([words.reshape(-1) for words in leaves])]
+  leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+  if env_axis is not None:
+    chex.assert_equal_shape(leaves, dims=env_axis)
+  leaves = [_merged(leaf, env_axis) for leaf in leaves]
+  shapes = [jax.eval_shape(_words, leaf).shape for leaf in leaves]
+  if env_axis is None:  # one array after the other, as if they were one
+    starts = [_SALT + sum(map(math.prod, shapes[:i])) for i in range(len(leaves))]
   else:
-    # XLA vectorises over the last axis, so it should be long.
-    leaves = [words.reshape(*words.shape[:env_axis + 1], -1) if words.ndim > env_axis + 2 else
-              words for words in leaves]
-  indices = {shape: _indices(shape, env_axis, first_env, num_envs)
-             for shape in dict.fromkeys(words.shape for words in leaves)}
-  # A multiple of 2^32 divided by the golden ratio tells leaves apart.
-  pairs = [(words, indices[words.shape] + np.uint32((i + 1) * 0x9E3779B9 % 2**32))
-           for i, words in enumerate(leaves)]
-  long = [pair for pair in pairs if pair[0].size >= FEW]
-  short = [pair for pair in pairs if pair[0].size < FEW]
+    starts = [(i + 1) * _SALT for i in range(len(leaves))]
+  starts = [np.uint32(start % 2**32) for start in starts]
+  whole = _Whole(env_axis, first_env, num_envs)
 
   total = jnp.zeros(2, jnp.uint32)
+  short = [i for i, shape in enumerate(shapes) if math.prod(shape) < FEW]
   if short:
-    words, places = (jnp.concatenate([x.reshape(-1) for x in column])
-                     for column in zip(*short, strict=True))
+    indices = {shape: whole.indices(shape) for shape in dict.fromkeys(shapes[i] for i in short)}
+    words = jnp.concatenate([_words(leaves[i]).reshape(-1) for i in short])
+    places = jnp.concatenate([(indices[shapes[i]] + starts[i]).reshape(-1) for i in short])
     total += jnp.sum(_hash(words, places, _MULTIPLIERS.T[..., None]), axis=1, dtype=jnp.uint32)
-  for words, places in long:
-    # XLA takes twice as long for the sums if they are rows of one array.
-    total += jnp.stack([jnp.sum(_hash(words, places, multipliers), dtype=jnp.uint32)
-                        for multipliers in _MULTIPLIERS])
+  for leaf, shape, start in zip(leaves, shapes, starts, strict=True):
+    if math.prod(shape) >= FEW:
+      total += lax.platform_dependent(
+          leaf, cpu=functools.partial(_sum_of_blocks, whole, start),
+          default=functools.partial(_sum, whole, start))
   return total
 
 
-def _indices(shape: Sequence[int], env_axis: int | None, first_env: Any, num_envs: int
-             ) -> jax.Array:
-  """Returns the index of each number of a slice in the whole array, modulo 2^32.
+def _merged(x: jax.Array, env_axis: int | None) -> jax.Array:
+  """Returns an array with as few axes as the indices of its numbers allow.
 
-  Args:
-    shape: of the slice.
-    env_axis: the axis along which it is a slice; None if it is the whole array.
-    first_env: index of its first environment among all.
-    num_envs: environments of the whole array.
-
-  Returns:
-    uint32 of this shape.
+  The axes after that of environments become one, or all, if there is none; XLA vectorises over the
+  last axis. Bytes get a last axis of 4 if they are packed to words: if the size of their last axis
+  is a multiple of 4, and it is neither the first axis nor the axis of environments.
   """
-  index = jnp.zeros((), jnp.uint32)
-  stride = 1  # in the whole array
-  for axis in reversed(range(len(shape))):
-    place = lax.broadcasted_iota(jnp.uint32, shape, axis)
-    size = shape[axis]
-    if axis == env_axis:
-      place += jnp.asarray(first_env, jnp.uint32)
-      size = num_envs
-    index += place * np.uint32(stride % 2**32)
-    stride *= size
-  return index
+  if x.dtype == jnp.bool_:
+    x = x.astype(jnp.uint8)
+  packed = x.dtype == jnp.uint8 and x.ndim - 1 > (env_axis or 0) and x.shape[-1] % 4 == 0
+  kept = 0 if env_axis is None else env_axis + 1
+  if env_axis is None or x.ndim > kept:
+    x = x.reshape(*x.shape[:kept], *((-1, 4) if packed else (-1,)))
+  if packed or x.dtype.itemsize > 1:
+    return x
+  return lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.uint16)
+
+
+def _words(x: jax.Array) -> jax.Array:
+  """Returns the bits of an array of `_merged` as uint32, a word a number or for four bytes."""
+  if x.dtype == jnp.uint8:
+    return lax.bitcast_convert_type(x, jnp.uint32)
+  unsigned = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+  return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+
+
+class _Whole(NamedTuple):
+  """The whole arrays that leaves are slices of; see `fingerprint`."""
+
+  env_axis: int | None
+  first_env: Any
+  num_envs: int
+
+  def indices(self, shape: Sequence[int]) -> jax.Array:
+    """Returns the index of each word of a slice in the whole array, modulo 2^32; uint32 [shape]."""
+    index = jnp.zeros((), jnp.uint32)
+    for axis in range(len(shape)):
+      place = lax.broadcasted_iota(jnp.uint32, shape, axis)
+      if axis == self.env_axis:
+        place += jnp.asarray(self.first_env, jnp.uint32)
+      index += place * np.uint32(self.stride(shape, axis) % 2**32)
+    return index
+
+  def stride(self, shape: Sequence[int], axis: int) -> int:
+    """Returns the difference between the indices of neighbours along an axis."""
+    return math.prod(self.num_envs if i == self.env_axis else shape[i]
+                     for i in range(axis + 1, len(shape)))
+
+
+def _sum(whole: _Whole, start: Any, leaf: jax.Array) -> jax.Array:
+  """Returns the sums [2] of the hashes of a leaf, whose first index is `start`."""
+  words = _words(leaf)
+  places = whole.indices(words.shape) + start
+  # XLA takes twice as long for the sums if they are rows of one array.
+  return jnp.stack([jnp.sum(_hash(words, places, multipliers), dtype=jnp.uint32)
+                    for multipliers in _MULTIPLIERS])
+
+
+def _sum_of_blocks(whole: _Whole, start: Any, leaf: jax.Array) -> jax.Array:
+  """Returns the same as `_sum`, without arrays of its size.
+
+  On a CPU, XLA writes all hashes to memory before it adds them, which takes far longer.
+  """
+  shape = jax.eval_shape(_words, leaf).shape
+  stride = whole.stride(shape, 0)
+  rows = min(len(leaf), max(1, FEW // math.prod(shape[1:])))  # of a block
+  blocks, rest = divmod(len(leaf), rows)
+  indices = whole.indices((rows, *shape[1:]))
+
+  def add(i, sums):
+    words = _words(lax.dynamic_slice_in_dim(leaf, i * rows, rows))
+    places = indices + (start + jnp.asarray(i, jnp.uint32) * np.uint32(rows * stride % 2**32))
+    return tuple(x + _hash(words, places, multipliers)
+                 for x, multipliers in zip(sums, _MULTIPLIERS, strict=True))
+
+  sums = lax.fori_loop(0, blocks, add, (jnp.zeros(indices.shape, jnp.uint32),) * 2)
+  total = jnp.stack([jnp.sum(x, dtype=jnp.uint32) for x in sums])
+  if rest:
+    total += _sum(whole, start + np.uint32(blocks * rows * stride % 2**32), leaf[-rest:])
+  return total
 
 
 @functools.cache

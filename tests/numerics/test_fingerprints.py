@@ -1,6 +1,7 @@
 """Fingerprints do not depend on how arrays are split, and change with any bit of them."""
 
 import copy
+import math
 
 import jax
 import numpy as np
@@ -107,6 +108,32 @@ def test_large_arrays_have_the_fingerprint_in_integers_and_slices_of_them_sum_to
            for first in (0, 4)]
   assert np.sum(np.array(parts, np.uint32), axis=0, dtype=np.uint32).tolist() == whole
   assert tree['video'][..., 0].size >= fingerprints.FEW > tree['video'][:, :4, ..., 0].size
+
+
+_LARGE = {
+    'bytes': ((21, B, 30, 40, 4), np.uint8),  # blocks of a row or two, and a rest
+    'numbers': ((19, B, 1000), np.float32),
+    'rows_of_few': ((9001, B), np.int32),
+    'one_row': ((1, B, 9000), np.float32),
+    'odd_bytes': ((37, B, 15, 15), np.uint8),
+}
+
+
+@pytest.mark.parametrize('name', _LARGE)
+def test_blocks_of_a_large_array_add_up_to_the_fingerprint_in_integers(name):
+  shape, dtype = _LARGE[name]
+  x = np.random.default_rng(2).integers(256, size=shape).astype(dtype)
+  assert np.array(_jitted([x], 1, 0, B)).tolist() == _expected([x], 1)
+  assert np.array(_jitted([x[:3], x])).tolist() == _expected([x[:3], x])
+  parts = [_jitted([x[:, first:first + 4]], 1, first, B) for first in (0, 4)]
+  assert np.sum(np.array(parts, np.uint32), axis=0, dtype=np.uint32).tolist() == _expected([x], 1)
+
+
+def test_a_cpu_holds_no_hashes_of_a_large_array():
+  x = jax.ShapeDtypeStruct((128, B, 4000), np.float32)
+  whole = 4 * math.prod(x.shape)
+  taken = _jitted.lower([x], 1, 0, B).compile().memory_analysis().temp_size_in_bytes
+  assert taken < whole / 8
 
 
 def _flip(leaf, place):
