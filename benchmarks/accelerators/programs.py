@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from benchmarks.compiled import launches
 from podracer_jit.actor.rollouts import sent_by
-from podracer_jit.experiment import build
+from podracer_jit.experiment import build, schema
 from podracer_jit.experiment.config_dict import plain
 from podracer_jit.experiment.flags import load_config
 from podracer_jit.experiment.resolve import resolve
@@ -37,7 +37,8 @@ class Programs:
     self._device = SingleDeviceSharding(devices[0])
     self._mesh = Mesh(np.array(devices), ('learner',))
     self._learner = build.make_learner(run.experiment, self._mesh)
-    self._rollout = run.acting.rollout(actor.rollout_program.vector_envs)
+    acting = build.make_acting(run.experiment, devices[0].platform)
+    self._rollout = acting.rollout(actor.rollout_program.vector_envs)
 
   def rollout(self) -> jax.stages.Lowered:
     """Returns the actor's program."""
@@ -98,6 +99,8 @@ def shipped(name: str) -> dict[str, Any]:
   """
   config = plain(load_config(name))
   config['placement'] |= dict(auto=False, actor_devices=(0,), learner_devices=(0,))
+  if config['microbatch_rows'] == schema.OPEN:
+    config['microbatch_rows'] = 0  # as on a machine with accelerators
   return config
 
 

@@ -14,8 +14,9 @@ fails, the rest would fail, too, and the script ends. The steps:
   bits       the same bits? twice, other autotuning, deterministic flags, fused and sync, killed
   bench_cpu  Pong, actors on CPUs
   trace      a trace of the profiler, and the share of it in which the GPU is busy
-  learners   ResNet and Nature CNN, one group, whole float32
+  learners   ResNet and Nature CNN, one group, products in TF32
   bf16       layers of the Nature CNN in float32 and bfloat16
+  pong_18    1.3 million steps of Pong; a return of 18 came after 1.1 million
 
 OUT gets results.jsonl, which is written as it goes, smi.csv, logs.tar.gz and trace.tar.gz.
 
@@ -40,13 +41,14 @@ from typing import Any
 
 from benchmarks.gpu_day.processes import Command, Day
 
-STEPS = ('probe', 'smoke', 'bench_gpu', 'anakin', 'bits', 'bench_cpu', 'trace', 'learners', 'bf16')
+STEPS = ('probe', 'smoke', 'bench_gpu', 'anakin', 'bits', 'bench_cpu', 'trace', 'learners', 'bf16',
+         'pong_18')
 PONG = '--config.env.task=Pong-v5'
 CPU_ACTORS = '--config.placement.actor_platform=cpu'
 NOTHING_RESERVED = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}  # several trainings share the GPU
-DETERMINISTIC = '--xla_gpu_deterministic_ops=true'
-# XLA flags of trainings that run twice, by their name.
-XLA_FLAGS = {'det': DETERMINISTIC, 'det_nt': f'{DETERMINISTIC} --xla_gpu_enable_triton_gemm=false'}
+BY_TIME = '--config.numerics.deterministic=False'  # XLA chooses kernels by the time that they take
+# XLA flags of trainings that run twice with repeatable kernels, each with an empty cache.
+XLA_FLAGS = {'det': '', 'det_nt': '--xla_gpu_enable_triton_gemm=false'}
 # Two trainings each, whose receipts are compared after the step `bits`.
 PAIRS = {
     'twice, MLP': ('catch_gpu', 'catch_again'),
@@ -54,6 +56,7 @@ PAIRS = {
     'twice, CNN, two autotunings': ('pong', 'pong_cold'),
     'fused and sync, MLP': ('cart_fused', 'cart_sync'),
     'fused and sync, CNN': ('pong_fused', 'pong_sync'),
+    'cleanba and rapid, MLP': ('catch_gpu', 'catch_rapid'),
     'deterministic_ops, CNN': ('det_a', 'det_b'),
     'deterministic_ops without Triton, CNN': ('det_nt_a', 'det_nt_b'),
     'killed and resumed': ('life', 'life_killed'),
@@ -234,6 +237,7 @@ def run_steps(day: Day) -> bool:
   run_trace(day, flags)
   run_learners(day, flags)
   day.run('bf16', 25, [measurement(day, 'bf16', 'bf16', limit_s=60)])
+  run_pong(day, flags)
   return True
 
 
@@ -244,7 +248,7 @@ def run_smoke(day: Day, flags: Flags) -> None:
       training(day, 'catch_cpu', 'impala_catch:smoke', CPU_ACTORS),
       training(day, 'catch_gpu', 'impala_catch:smoke', flags.actors),
       training(day, 'cart_fused', 'ppo_cartpole:smoke'),
-      training(day, 'pong', 'impala_atari:nature_cnn,smoke', *pong)])
+      training(day, 'pong', 'impala_atari:nature_cnn,smoke', *pong, BY_TIME)])
 
 
 def with_more_actors(flags: Flags, platform: str, counts: Sequence[int]) -> list[list[str]]:
@@ -278,8 +282,9 @@ def run_bits(day: Day, flags: Flags) -> None:
       training(day, 'life', 'impala_catch', *life_flags),
       training(day, 'catch_again', 'impala_catch:smoke', flags.actors),
       training(day, 'cart_sync', 'ppo_cartpole:smoke', '--config.scheme=sync'),
-      training(day, 'pong_again', smoke, *pong),
-      training(day, 'pong_cold', smoke, *pong, cache='cold'),
+      training(day, 'catch_rapid', 'impala_catch:smoke', '--config.scheme=rapid', flags.actors),
+      training(day, 'pong_again', smoke, *pong, BY_TIME),
+      training(day, 'pong_cold', smoke, *pong, BY_TIME, cache='cold'),
       training(day, 'pong_sync', smoke, *pong, '--config.scheme=sync'),
       training(day, 'pong_fused', smoke, *pong, '--config.scheme=fused'),
       *(training(day, f'{name}_{run}', smoke, *pong, cache=f'{name}_{run}', xla_flags=xla_flags)
@@ -317,13 +322,21 @@ def run_trace(day: Day, flags: Flags) -> None:
 
 
 def run_learners(day: Day, flags: Flags) -> None:
-  """Measures learners: ResNet as shipped and with one group, Nature CNN, whole float32."""
+  """Measures learners: ResNet as shipped and with one group, Nature CNN, products in TF32."""
   one_group = '--config.num_grad_shards=1'
   nature = [*flags.bench, flags.actors, '--parts=learner']
-  runs = [flags.bench_resnet, ['highest', *nature]]
+  runs = [flags.bench_resnet, [*nature, '--config.numerics.precision=default']]
   if not day.dry:
     runs[1:1] = [[*flags.bench_resnet, one_group], [*nature, one_group]]
   day.run('learners', 70, [measurement(day, 'learners', 'bench', *joined(runs), limit_s=140)])
+
+
+def run_pong(day: Day, flags: Flags) -> None:
+  """Trains to a return of 18; docs/gpu.md has the times of version 0.7."""
+  training_of_pong = training(
+      day, 'pong_18', 'pong_laptop' + (':smoke' if day.dry else ''), *flags.pong, flags.actors,
+      '--config.scheme=cleanba', *([] if day.dry else ['--config.total_steps=1300000']))
+  day.run('pong_18', 120, [training_of_pong._replace(limit_s=170)])
 
 
 # The whole day.

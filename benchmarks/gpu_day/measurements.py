@@ -227,7 +227,7 @@ def bench(dry: bool, work: Path, *arguments: str) -> None:
   Args:
     dry: not used.
     work: the folder for the figures.
-    *arguments: those of each run, divided by '+'; 'highest' before them asks for whole float32.
+    *arguments: those of each run, divided by '+'.
   """
   del dry
   runs: list[list[str]] = [[]]
@@ -237,16 +237,12 @@ def bench(dry: bool, work: Path, *arguments: str) -> None:
     else:
       runs[-1].append(argument)
   for i, run in enumerate(runs):
-    is_highest = run[0] == 'highest'
-    flags = run[is_highest:]
     start = time.monotonic()
-    # Not JAX's context manager, which would hold for this thread only.
-    jax.config.update('jax_default_matmul_precision', 'highest' if is_highest else None)
     try:
-      figures = _figures(flags, work / f'bench_{os.getpid()}_{i}.json')
+      figures = _figures(run, work / f'bench_{os.getpid()}_{i}.json')
     except BaseException as error:  # noqa: BLE001 - SystemExit, too; the next runs still tell
       figures = dict(failed=failure(error))
-    say(args=flags, highest=is_highest, **figures, took_s=round(time.monotonic() - start, 1))
+    say(args=run, **figures, took_s=round(time.monotonic() - start, 1))
 
 
 def _figures(flags: Sequence[str], path: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ if chips.are_known():
 # ruff: noqa: E402 - the compilers read their settings first
 
 from benchmarks.accelerators import programs
-from benchmarks.compiled import launches
+from benchmarks.compiled import kernels_of_islands, launches
 from tests.runs import changed, small
 
 MESHES = [('cuda', 1), ('cuda', 2), ('tpu', 1), ('tpu', 2)]
@@ -50,8 +50,9 @@ def compiled(lowered):
 
 
 def check(text):
-  """Checks that a program calls nothing of Python."""
+  """Checks that a program calls nothing of Python, as GPUs and as TPUs write it."""
   assert not re.search(r'custom_call_target="[^"]*python[^"]*callback', text)
+  assert 'is_host_transfer=true' not in text
 
 
 @pytest.mark.parametrize('platform', chips.PLATFORMS)
@@ -63,8 +64,7 @@ def test_a_rollout_compiles_without_a_conditional(name, platform):
   with programs.of(config, chips.devices(platform, 1)) as of:
     text = compiled(of.rollout())
   check(text)
-  if ':' in config['env']['task']:
-    assert ' conditional(' not in text
+  assert ' conditional(' not in text
 
 
 @pytest.mark.parametrize('platform, count', MESHES)
@@ -79,6 +79,27 @@ def test_an_update_compiles(name, platform, count):
 def test_rollouts_and_updates_compile_as_one_program(name, platform):
   with programs.of(CASES[name], chips.devices(platform, 1)) as of:
     check(compiled(of.fused()))
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_islands_have_the_same_kernels_in_one_program_and_in_two(name):
+  with programs.of(CASES[name], chips.devices('cuda', 1)) as of:
+    apart = [kernels_of_islands(compiled(lowered)) for lowered in (of.rollout(), of.learner())]
+    together = kernels_of_islands(compiled(of.fused()))
+  assert set(together) == set(apart[0]) | set(apart[1])
+  for island, kernels in together.items():
+    assert kernels == apart[0].get(island, set()) | apart[1].get(island, set()), island
+
+
+@pytest.mark.parametrize('name', ['ppo', 'dqn'])
+def test_meshes_share_the_kernels_of_islands_that_see_whole_parameters(name):
+  """Gradients differ: the groups of a device are one batch, of which two devices have half each."""
+  of_meshes = []
+  for count in (1, 2):
+    with programs.of(CASES[name], chips.devices('cuda', count)) as of:
+      of_meshes.append(kernels_of_islands(compiled(of.learner())))
+  one, two = of_meshes
+  assert {island for island in one if one[island] != two.get(island)} <= {'gradient'}
 
 
 @pytest.mark.parametrize('platform', chips.PLATFORMS)

@@ -39,9 +39,11 @@ def test_a_dry_day_runs_every_step(tmp_path):
   steps = {record['step']: record for record in records}
   assert not any('skipped' in record for record in records)
   assert {'probe', 'cart_fused', 'pong', 'bench_gpu', 'anakin', 'life', 'life_killed',
-          'gaps of life', 'bench_cpu', 'traced', 'busy', 'learners', 'bf16'} <= steps.keys()
+          'gaps of life', 'bench_cpu', 'traced', 'busy', 'learners', 'bf16',
+          'pong_18'} <= steps.keys()
   same = {step for step in steps if step.startswith('same: ')}
-  assert same == {'same: fused and sync, MLP', 'same: killed and resumed'}
+  assert same == {'same: fused and sync, MLP', 'same: killed and resumed',
+                  'same: cleanba and rapid, MLP'}
   assert steps['life_killed']['killed_after'] >= gpu_day.KILLED_AFTER
   assert steps['life_killed']['first_new_update_after_s'] > 0
   assert steps['busy']['data'][0]['ours_count_ms']['learn'][0] > 0

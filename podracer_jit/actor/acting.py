@@ -41,12 +41,14 @@ class InStep(NamedTuple):
   algorithm: Algorithm
   exploration: np.ndarray | None  # of all environments of the run, see `Algorithm.exploration`
   discount: float | None  # gamma of the discounted returns; None if rewards are not normalised
+  first_apart: bool = False  # see `rollouts.make_rollout`
 
   def rollout(self, vector_envs: Sequence[VectorEnv]) -> Callable:
     """See `Acting`."""
     parts = self.algorithm.parts
     rollout = rollouts.make_rollout(self.algorithm, vector_envs, parts.unroll_length,
-                                    parts.spec.stack, self.discount)
+                                    parts.spec.stack, self.discount,
+                                    first_apart=self.first_apart)
     if self.algorithm.learns_from_replay:
       return priorities.with_priorities(rollout, self.algorithm)
     return rollout

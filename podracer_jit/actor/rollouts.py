@@ -150,7 +150,8 @@ def row_key(env: EnvState, t: jax.Array) -> jax.Array:
 
 
 def make_rollout(algorithm: Algorithm, vector_envs: Sequence[VectorEnv], unroll_length: int,
-                 stack: int = 1, discount: float | None = None, greedy: bool = False) -> Callable:
+                 stack: int = 1, discount: float | None = None, greedy: bool = False,
+                 first_apart: bool = False) -> Callable:
   """Returns rollout(given, actor_state) -> (actor_state, Rollouts), to be jitted.
 
   `given` is `ForActors`. The vector environments take turns: recv a; infer a; send a; recv b;
@@ -168,6 +169,8 @@ def make_rollout(algorithm: Algorithm, vector_envs: Sequence[VectorEnv], unroll_
     discount: gamma of `Rollout.discounted_return`, which normalised rewards need; None leaves the
       field empty.
     greedy: takes the most likely actions.
+    first_apart: the first turn, which receives nothing yet, is not in the loop. So no turn has a
+      conditional, for which a GPU makes the host wait; the program is larger.
 
   Returns:
     A function that gives the actor's next state and a tuple with one Rollout [T, B, ...] for each
@@ -183,15 +186,17 @@ def make_rollout(algorithm: Algorithm, vector_envs: Sequence[VectorEnv], unroll_
         discounted_return=returns, carry=jax.tree.map(lambda x: x[None], env.recurrent_state))
 
   def rollout(given: ForActors, state: ActorState):
-    def turn(t, carry):
+    def turn(t, carry, has_sent):
       token, envs, buffers = carry
       envs = list(envs)
       buffers = list(buffers)
       for i, vector_env in enumerate(vector_envs):
-        if not is_function[i]:
+        if not is_function[i] and has_sent is not False:
           before = envs[i].obs
-          token, envs[i], fields = lax.cond(
-              t > 0, functools.partial(_receive, vector_env), _nothing_yet, token, envs[i])
+          receive = functools.partial(_receive, vector_env)
+          if has_sent is not True:
+            receive = functools.partial(lax.cond, has_sent, receive, _nothing_yet)
+          token, envs[i], fields = receive(token, envs[i])
           # At t = 0 no step came back; row 0 gets placeholders, which turn 1 overwrites. The
           # buffers stay outside the `cond`, which would copy them.
           buffers[i] = _add(_write(buffers[i], jnp.maximum(t - 1, 0), **fields), t, before,
@@ -211,7 +216,13 @@ def make_rollout(algorithm: Algorithm, vector_envs: Sequence[VectorEnv], unroll_
             for env in state.envs]
     obs_buffers = [frames.begin(env.obs, unroll_length, stack) for env in state.envs]
     buffers = tuple(map(empty_buffer, obs_buffers, state.envs))
-    token, envs, buffers = lax.fori_loop(0, unroll_length, turn, (state.token, state.envs, buffers))
+    carry = state.token, state.envs, buffers
+    if first_apart and not all(is_function):
+      carry = turn(jnp.int32(0), carry, has_sent=False)
+      carry = lax.fori_loop(1, unroll_length, functools.partial(turn, has_sent=True), carry)
+    else:
+      carry = lax.fori_loop(0, unroll_length, lambda t, carry: turn(t, carry, t > 0), carry)
+    token, envs, buffers = carry
 
     # Simulators outside of the program still have the results of the last row.
     out = []

@@ -97,12 +97,17 @@ def header_of(headers: Sequence[dict], receipts: Mapping[int, dict], update: int
   """Returns the newest header of the receipts before an update.
 
   Raises:
-    ValueError: the update has no receipt.
+    ValueError: the update has no receipt, or a run on one device has other bits.
   """
   if update not in receipts:
     raise ValueError(f'--update: there is no receipt of update {update}; the receipts are of '
                      f'updates 1 to {max(receipts, default=0)}')
-  return max((h for h in headers if h['first_update'] <= update), key=lambda h: h['first_update'])
+  header = max((h for h in headers if h['first_update'] <= update),
+               key=lambda h: h['first_update'])
+  if header.get(journal.LEARNERS, 1) > 1:
+    raise ValueError(f'--update: the run learned on {header[journal.LEARNERS]} GPUs or TPUs, on '
+                     'whose number its bits depend; updates can be repeated only if it was one')
+  return header
 
 
 def snapshot_before(run: build.Run, workdir: Path, update: int) -> build.Snapshot:

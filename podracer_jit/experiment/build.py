@@ -167,7 +167,8 @@ def make_run(experiment: Experiment, crew: Crew | None = None,
                               experiment.spec.is_function)
     for problem in _problems_of_devices(experiment, place):
       raise ValueError(problem)
-  acting = make_acting(experiment)  # checks exploration, which acting reads
+  # This checks exploration, which acting reads.
+  acting = make_acting(experiment, place.actors[0].platform)
   check_network(experiment)
   return Run(experiment, place, make_learner(experiment, place.mesh), acting, crew)
 
@@ -400,13 +401,14 @@ def rollout_shapes(experiment: Experiment, num_envs: int) -> Rollout:
   return jax.eval_shape(zeros)
 
 
-def make_acting(experiment: Experiment) -> Acting:
-  """Returns the way in which the actors of an experiment act."""
+def make_acting(experiment: Experiment, platform: str = 'cpu') -> Acting:
+  """Returns the way in which the actors of an experiment act, on devices of a platform."""
   algorithm = experiment.algorithm
   if experiment.env_batch:
     return FirstReady(algorithm)
   return InStep(algorithm, exploration_of(experiment),
-                algorithm.discount if experiment.normalise.reward else None)
+                algorithm.discount if experiment.normalise.reward else None,
+                first_apart=platform != 'cpu')
 
 
 def exploration_of(experiment: Experiment) -> np.ndarray | None:

@@ -1,8 +1,9 @@
 """The placement that an experiment gets on a machine, where its config leaves it open.
 
-With a deterministic scheme, a placement changes no bit of the result. So it can be chosen by a
-rule, and anew at each start. The rule is a pure function of the experiment and a described machine.
-Its figures were measured on one and two cores; for more cores and for GPUs it extends them.
+With a deterministic scheme, a placement changes no bit of the result; on GPUs and TPUs only if the
+number of learner devices stays. So it can be chosen by a rule, and anew at each start. The rule is
+a pure function of the experiment and a described machine. Its figures were measured on one and two
+cores; for more cores, GPUs and TPUs it extends them.
 """
 
 from __future__ import annotations
@@ -74,10 +75,12 @@ def _devices(experiment: Experiment, machine: Machine, processes: int) -> dict[s
   given = experiment.placement
   scheme = experiment.scheme
   cores = min(machine.cores, machine.devices or machine.cores)
-  learner_units = machine.gpus or cores
-  actor_units = cores if given.actor_platform == 'cpu' else learner_units
+  learner_units = machine.accelerators or cores
+  # A TPU cannot call simulators outside of the program.
+  is_on_cpu = given.actor_platform == 'cpu' or not machine.gpus and not experiment.spec.is_function
+  actor_units = cores if is_on_cpu else learner_units
   # A small update takes less time than several devices need to meet.
-  if not machine.gpus and _numbers(experiment) < _NUMBERS_OF_A_DEVICE:
+  if not machine.accelerators and _numbers(experiment) < _NUMBERS_OF_A_DEVICE:
     learner_units = actor_units = 1
   shards = max(1, experiment.num_shards // processes)
   groups = max(1, experiment.num_grad_shards // processes)
@@ -113,7 +116,7 @@ def microbatch_rows(spec: EnvSpec, machine: Machine) -> int:
 
   Results depend on it, so a run keeps the number that it began with; see `opening.as_it_began`.
   """
-  if machine.gpus:
+  if machine.accelerators:
     return 0
   return _ROWS_OF_LARGE if math.prod(spec.obs_shape) >= _LARGE_OBS else _ROWS_OF_SMALL
 

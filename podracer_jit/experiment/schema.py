@@ -56,7 +56,7 @@ class TrainingOptions:
       'bits on each mesh')
   microbatch_rows: int = option(
       0, "most rows in a pass of the network for a gradient; 0: a group's whole minibatch; -1: "
-      'with NVIDIA GPUs as 0, else what fits the cache of a CPU, chosen when the run begins',
+      'with GPUs or TPUs as 0, else what fits the cache of a CPU, chosen when the run begins',
       at_least=OPEN, at_most=INT32_MAX)
 
 

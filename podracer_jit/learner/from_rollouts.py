@@ -235,7 +235,7 @@ class FromRollouts:
     def targets_of_group(state, rollout):
       return self.algorithm.at(state.steps).targets(state._replace(steps=None), rollout)
 
-    # One group at a time, since an island's shapes must not depend on the mesh.
+    # One group at a time, so that on CPUs an island's shapes do not depend on the mesh.
     def group_targets(first_env):
       envs = first_env + jnp.arange(groups.envs)
       group_rollout = jax.tree.map(lambda x: indexing.read(x, slice(None), envs), rollout)

@@ -16,9 +16,9 @@ from podracer_jit.numerics.deterministic import AXIS, exact_sum, plain_sum
 class Groups(NamedTuple):
   """Partition of environments into groups, and the sums over all groups.
 
-  A computation for one group has the shapes of one group on any mesh. So its result does not depend
-  on how many devices share the groups. If `mesh_size` exceeds 1, call the methods that use other
-  devices inside `shard_map`.
+  Unless groups are computed `together`, a computation for one group has the shapes of one group on
+  any mesh, so its result does not depend on how many devices share the groups. If `mesh_size`
+  exceeds 1, call the methods that use other devices inside `shard_map`.
   """
 
   count: int  # groups on all devices

@@ -1,4 +1,4 @@
-"""The machine of this process: the cores and the memory that it may use, and its GPUs."""
+"""The machine of this process: the cores and the memory that it may use, its GPUs and TPUs."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ class Machine(NamedTuple):
   near: int  # the most of them that share a cache (of the third level)
   gpus: int = 0
   devices: int | None = None  # CPU devices with which JAX has started; None: it has not
+  tpus: int = 0
+
+  @property
+  def accelerators(self) -> int:
+    """The devices that learn, if they are not CPUs."""
+    return self.gpus or self.tpus
 
 
 def here(devices: int | None = None) -> Machine:
@@ -35,9 +41,11 @@ def here(devices: int | None = None) -> Machine:
   cores = {_shared(cpu, 'topology/thread_siblings_list') or cpu: cpu
            for cpu in os.sched_getaffinity(0)}.values()
   by_cache = collections.Counter(_shared(cpu, 'cache/index3/shared_cpu_list') for cpu in cores)
-  free = min(len(cores), quota()) - _load_of_others()
+  # Others may have their own share of what a control group leaves.
+  free = min(len(cores) - _load_of_others(len(cores) / 2), quota())
   usable = max(1, math.floor(free))
-  return Machine(usable, min(usable, max(by_cache.values())), num_gpus(), devices)
+  return Machine(usable, min(usable, max(by_cache.values())), num_gpus(), devices,
+                 num_tpus())
 
 
 def _shared(cpu: int, file: str) -> str:
@@ -108,17 +116,18 @@ def _times() -> _Times | None:
   return _Times(time.monotonic(), busy, time.process_time())
 
 
-def _load_of_others() -> int:
+def _load_of_others(most: float) -> int:
   """Returns the cores that other processes have kept busy since this module was imported.
 
-  At most half of the visible cores count, since a load is often over soon.
+  Args:
+    most: that count, since a load is often over soon.
   """
   now = _times()
   # Linux counts in hundredths of a second.
   if not (now and _FIRST) or now.elapsed - _FIRST.elapsed < _LEAST_S:
     return 0
   elapsed, busy, own = (b - a for a, b in zip(_FIRST, now, strict=True))
-  return round(min(max(0.0, (busy - own) / elapsed), len(os.sched_getaffinity(0)) / 2))
+  return round(min(max(0.0, (busy - own) / elapsed), most))
 
 
 _LEAST_S = 0.3
@@ -136,6 +145,15 @@ def num_gpus() -> int:
   if named is not None:
     return _before_invalid(named.split(','))
   return len([x for x in Path('/dev').glob('nvidia*') if x.name.removeprefix('nvidia').isdigit()])
+
+
+def num_tpus() -> int:
+  """Returns the number of TPU chips that JAX will see; starts nothing."""
+  platforms = os.environ.get('JAX_PLATFORMS', '')
+  if platforms and 'tpu' not in platforms.split(',') or not importlib.util.find_spec('libtpu'):
+    return 0
+  from jax._src import hardware_utils  # noqa: PLC0415 - private, so only where it is needed
+  return hardware_utils.num_available_tpu_chips_and_device_id()[0]
 
 
 def _before_invalid(names: Iterable[str]) -> int:
@@ -217,4 +235,5 @@ def smallest(machines: Iterable[Machine]) -> Machine:
   devices = [machine.devices for machine in machines if machine.devices is not None]
   return Machine(min(machine.cores for machine in machines),
                  min(machine.near for machine in machines),
-                 min(machine.gpus for machine in machines), min(devices, default=None))
+                 min(machine.gpus for machine in machines), min(devices, default=None),
+                 min(machine.tpus for machine in machines))

@@ -46,7 +46,8 @@ def _local(mesh: Mesh) -> list[tuple[int, jax.Device]]:
 class PlacementOptions:
   """Options of the placement.
 
-  With a deterministic scheme, only `actor_platform` changes the bits of a result.
+  With a deterministic scheme, only `actor_platform` changes the bits of a result, and off CPUs the
+  number of learner devices.
   """
 
   auto: bool = option(
@@ -257,13 +258,11 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
   """
   sharding = NamedSharding(mesh, PartitionSpec())
 
-  def everywhere(x):
-    # If an array has several copies, `device_put` would use one of them without copying it.
-    x = x.addressable_data(0)
-    copies = [jax.device_put(x, device, may_alias=False) for _, device in _local(mesh)]
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, copies)
-
-  return jax.tree.map(everywhere, tree)
+  # If an array has several copies, `device_put` would use one of them without copying it.
+  one = jax.tree.map(lambda x: x.addressable_data(0), tree)
+  copies = [jax.device_put(one, device, may_alias=False) for _, device in _local(mesh)]
+  return jax.tree.map(
+      lambda *x: jax.make_array_from_single_device_arrays(x[0].shape, sharding, list(x)), *copies)
 
 
 def everywhere(tree: Any, mesh: Mesh) -> Any:

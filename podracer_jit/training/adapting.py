@@ -1,6 +1,7 @@
 """A run that looks for the fastest devices while it trains.
 
-A placement changes no bit, so a run may change its own. Between two updates its environments and
+A placement changes no bit, so a run may change its own; on accelerators, where bits depend on the
+number of learner devices, only that of its actors. Between two updates its environments and
 its train state go on with other programs; nothing is made again. Whether a placement is faster is
 measured in pairs of legs, a few updates each, since the speed of a machine drifts.
 """
@@ -137,7 +138,12 @@ def candidates(experiment: Experiment) -> Sequence[PlacementOptions]:
   if not (experiment.placement.adapt and experiment.deterministic and experiment.replay is None
           and jax.process_count() == 1):
     return ()
-  return placing.alternatives(experiment, jax.local_device_count())
+  others = placing.alternatives(experiment, jax.local_device_count())
+  if jax.default_backend() == 'cpu':
+    return others
+  # On accelerators, bits depend on the number of learner devices.
+  learners = experiment.placement.learner_devices
+  return [place for place in others if place.learner_devices == learners]
 
 
 def _described(place: PlacementOptions) -> str:

@@ -15,6 +15,7 @@ from podracer_jit.options import shown
 from podracer_jit.training.sinks import Record, Sink
 
 # Reports that are traced if no updates are named; before them programs are compiled and warm up.
+# Those of a replay that is too small yet do not count.
 FIRST = 3
 LAST = 6
 MEMORY = 'memory.prof'
@@ -124,10 +125,10 @@ class Profiler(Sink):
 
   def update(self, record: Record, receipt: Record) -> None:
     """Starts or ends the trace after a report."""
-    self._reports += 1
+    self._reports += record.get('sampled', 1) > 0
     if self._updates:
       self._look(record['update'])
-    elif self._reports == FIRST:
+    elif self._reports == FIRST and not self._is_tracing:
       self._start()
     elif self._reports == LAST:
       self.close()
@@ -151,7 +152,8 @@ class Profiler(Sink):
     if self._updates:
       first, last = self._updates
       return f'no trace: this command has not made updates {first} to {last}'
-    return f'no trace: it begins with the third report, and there were {self._reports}'
+    return ('no trace: it begins with the third report that has gradient steps, and there were '
+            f'{self._reports}')
 
   def _start(self) -> None:
     if self._is_over:

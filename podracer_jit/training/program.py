@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -13,7 +14,7 @@ from podracer_jit.errors import OtherEpisodes, Refused
 from podracer_jit.experiment import build, placing
 from podracer_jit.experiment.build import Snapshot
 from podracer_jit.runtime.channels import Closed
-from podracer_jit.schemes.reports import Report
+from podracer_jit.schemes.reports import Report, Waits
 from podracer_jit.schemes.wiring import Position
 from podracer_jit.training.adapting import Adapting
 from podracer_jit.training.meter import LIVES
@@ -136,9 +137,14 @@ class GraphProgram:
     # Of the end of a leg after which the segment goes on.
     reached: Position | None = None
 
+    earlier = Waits(0.0, 0.0)  # of the legs of the segment that are over; each has new channels
+
+    def waits() -> Waits:
+      return Waits(*map(operator.add, earlier, graph.waits()))
+
     def write(item: Report) -> None:
       machines = run.crew.metrics() if run.crew else {}
-      report([(0, item._replace(since_s=since_s, waits=graph.waits(), machines=machines,
+      report([(0, item._replace(since_s=since_s, waits=waits(), machines=machines,
                                 lives=self._lives()))])
 
     def after(position: Position, wait_written: Callable[[], None]) -> bool:
@@ -172,6 +178,7 @@ class GraphProgram:
           leg = self._adapting.next()
           self._run = leg.run
           leg_end = reached.update + leg.updates
+          earlier = waits()
           graph = graph.go_on(leg.run, reached, leg.updates)
           reached = None
           loops.run(graph.workers, busy=watcher.is_saving)

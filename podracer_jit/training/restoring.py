@@ -18,7 +18,7 @@ from podracer_jit.numerics import counters
 from podracer_jit.numerics.fingerprints import canary
 from podracer_jit.options import shorten
 from podracer_jit.runtime import placement
-from podracer_jit.workdir import actions, checkpoints, record
+from podracer_jit.workdir import actions, checkpoints, journal, record
 from podracer_jit.workdir.checkpoints import Checkpoints
 
 SURROUNDINGS = 'surroundings'  # in the `meta` of a checkpoint
@@ -26,10 +26,16 @@ _LARGE_BYTES = 10**9  # of actions, above which a run begins with a warning
 
 
 def surroundings(run: build.Run) -> dict[str, Any]:
-  """Returns what bits depend on beside the experiment: versions, and how this machine rounds."""
+  """Returns what bits depend on beside the experiment: versions, and how this machine rounds.
+
+  On accelerators also the number of learner devices, since the groups of each are one batch.
+  """
   others = ('gymnasium', 'ale_py', 'mujoco') if run.experiment.spec.calls_python else ()
   with jax.default_device(run.place.learners[0]):
-    return {'versions': record.versions(*others), 'canary': canary()}
+    known = {'versions': record.versions(*others), 'canary': canary()}
+  if run.place.learners[0].platform != 'cpu':
+    known[journal.LEARNERS] = run.place.mesh.size
+  return known
 
 
 def snapshot(run: build.Run, saved: Checkpoints, workdir: Path, of_run: record.Record,
@@ -165,3 +171,6 @@ def _differing(then: Any, now: Mapping[str, Any]) -> Iterator[str]:
       yield f'{shorten(name)} was {shorten(str(was))} and is {shorten(str(is_now))}'
   if then.get('canary') != now['canary']:
     yield 'this machine rounds differently'
+  devices = [known.get(journal.LEARNERS) for known in (then, now)]
+  if None not in devices and devices[0] != devices[1]:
+    yield f'it learned on {devices[0]} devices and learns on {devices[1]}'

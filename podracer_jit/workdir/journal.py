@@ -17,6 +17,7 @@ from podracer_jit.workdir import files
 RECEIPTS = 'receipts.jsonl'
 METRICS = 'metrics.jsonl'
 EVERY = 'metrics_every'  # in a header: metrics have a line of each n-th update
+LEARNERS = 'learners'  # in a header: learner devices, if bits depend on their number
 _FINGERPRINTS = ('batch', 'params')  # of a receipt
 _SPANS_SHOWN = 5
 _BLOCK = 2**20  # bytes that are read at a time

@@ -33,7 +33,8 @@ def linear(params, obs):
 class Actor:
   """A compiled rollout over real environments, and its state."""
 
-  def __init__(self, task, seeds, unroll_length, apply=linear, keys=(3,), **options):
+  def __init__(self, task, seeds, unroll_length, apply=linear, keys=(3,), first_apart=False,
+               **options):
     """Makes the environments and the first state.
 
     Args:
@@ -42,6 +43,7 @@ class Actor:
       unroll_length: rows of a rollout.
       apply: function(params, obs) -> logits, value.
       keys: the seed of each shard's random key.
+      first_apart: see `rollouts.make_rollout`.
       **options: options of the task.
     """
     spec = envpool_envs.make_spec(task, options)
@@ -52,7 +54,8 @@ class Actor:
         jax.random.key(0), (int(np.prod(spec.obs_shape)), 1 + spec.num_actions))
     algorithm = bound(IMPALA(), Function(apply, self.params), spec=spec)
     self.state = rollouts.initial_state(algorithm, vector_envs, [jax.random.key(k) for k in keys])
-    rollout = rollouts.make_rollout(algorithm, vector_envs, unroll_length, spec.stack)
+    rollout = rollouts.make_rollout(algorithm, vector_envs, unroll_length, spec.stack,
+                                    first_apart=first_apart)
 
     def rollout_with_stacks(given, state):  # observations as EnvPool gave them
       state, shard_rollouts = rollout(given, state)
@@ -304,6 +307,16 @@ def test_shards_of_one_program_do_not_affect_each_other():
                  [without_fault(rollout) for rollout in alone])
     first = together[0][i].episodes.fault[0, :, 4]
     assert_array_equal(first, np.arange(len(seeds[i])) + 3 * i)
+
+
+@pytest.mark.parametrize('steps', [1, 6])
+@pytest.mark.parametrize('task', ['CartPole-v1', 'Breakout-v5'])
+def test_a_first_turn_apart_changes_no_rollout(task, steps):
+  """As on GPUs: the loop then begins with the second turn."""
+  options = dict(max_episode_steps=7, **(SMALL if task == 'Breakout-v5' else {}))
+  rolled = [roll(task, [[1, 2], [3, 4]], steps, keys=[8, 9], count=3, first_apart=apart, **options)
+            for apart in (False, True)]
+  jax.tree.map(assert_array_equal, *rolled)
 
 
 def test_a_second_call_compiles_nothing():

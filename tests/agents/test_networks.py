@@ -261,13 +261,16 @@ def test_simba_begins_with_orthogonal_and_he_weights():
 
 @pytest.mark.parametrize('loss, task, fields', [
     ('ppo', 'CartPole-v1', dict(normalise__obs=True, network__separate_critic=True)),
-    ('dqn', 'CartPole-v1', {}), ('sac', 'Pendulum-v1', {})])
+    ('impala', 'CartPole-v1', {}), ('pqn', 'CartPole-v1', {}), ('dqn', 'CartPole-v1', {}),
+    ('r2d2', 'CartPole-v1', dict(network__core='gru', network__core_size=8, loss__burn_in=2,
+                                 loss__trace_length=4, loss__n_step=2)),
+    ('sac', 'Pendulum-v1', {}), ('td3', 'Pendulum-v1', dict(loss__policy_delay=1))])
 def test_simba_learns_with_any_algorithm_that_takes_a_torso(loss, task, fields):
   """Each array of the torso changes, of an actor-critic, of a dueling network and of critics."""
   config = changed(small(loss, task, 'simba'), network__hidden=8, **fields)
-  if loss != 'ppo':
+  if 'replay' in config:
     config['num_minibatches'] = 1
-    config['replay'] |= dict(capacity=256, min_size=64, batch_size=16, gradient_steps=2)
+    config['replay'] |= dict(capacity=256, min_size=16, batch_size=16, gradient_steps=2)
   prepared_run = prepared(config)
   before = jax.device_get(initial_state(prepared_run).params)
   receipts, _, state = run(config, updates=4)

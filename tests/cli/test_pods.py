@@ -236,6 +236,6 @@ def test_the_pages_jobs_of_slurm_use_all_gpus_and_cores(monkeypatch):
 def test_the_pages_command_for_tpus_uses_all_chips(monkeypatch):
   text, = (text for text in COMMANDS if 'gcloud' in text and '-m podracer_jit' in text)
   training, = re.findall(r'-m podracer_jit --distributed (.*?)"', text)
-  place, experiment = placement_of(shlex.split(training), Machine(112, 8), 4, monkeypatch)
+  place, experiment = placement_of(shlex.split(training), Machine(112, 8, tpus=4), 4, monkeypatch)
   assert place.learner_devices == (0, 1, 2, 3) and experiment.microbatch_rows == 0
   assert experiment.num_grad_shards == 16

@@ -23,9 +23,17 @@ CONFIGS = {'impala_atari': impala_atari, 'impala_catch': impala_catch, 'ppo_atar
            'ppo_mujoco_fast': ppo_mujoco_fast}
 
 
-def placed(config, machine, processes=1):
-  """Returns the placement of a config; its fields left open are as the config has them."""
+def placed(config, machine, processes=1, **spec):
+  """Returns the placement of a config; its fields left open are as the config has them.
+
+  Args:
+    config: to place.
+    machine: that it runs on.
+    processes: of the run.
+    **spec: what is different in the task.
+  """
   experiment = resolve(config)
+  experiment = dataclasses.replace(experiment, spec=experiment.spec._replace(**spec))
   place = experiment.placement
   given = dataclasses.replace(
       place, chosen=(), **{name: type(getattr(place, name))() for name in place.chosen})
@@ -70,6 +78,15 @@ def test_learners_take_the_gpus(gpus, learners):
   assert place.actor_devices == up_to(min(gpus, 2))
 
 
+def test_learners_take_the_tpus_and_simulators_stay_with_the_cpus():
+  place = placed(impala_atari.get_config(), Machine(16, 8, tpus=4))
+  assert (place.learner_devices, place.actor_devices) == (up_to(4), up_to(2))
+  # Those of one core would share it; functions are on the TPUs.
+  for is_function, actors in ((False, 1), (True, 2)):
+    place = placed(impala_atari.get_config(), Machine(1, 1, tpus=4), is_function=is_function)
+    assert (place.learner_devices, place.actor_devices) == (up_to(4), up_to(actors))
+
+
 @pytest.mark.parametrize('config, on_cpus', [(ppo_atari, 64), (ppo_cartpole, 4096)])
 def test_microbatches_are_for_the_caches_of_cpus(config, on_cpus):
   experiment = resolve(config.get_config())
@@ -77,6 +94,7 @@ def test_microbatches_are_for_the_caches_of_cpus(config, on_cpus):
   assert experiment.microbatch_rows == experiment.fields['microbatch_rows'] == on_cpus
   assert placing.microbatch_rows(experiment.spec, Machine(64, 8)) == on_cpus
   assert placing.microbatch_rows(experiment.spec, Machine(2, 2, gpus=1)) == 0
+  assert placing.microbatch_rows(experiment.spec, Machine(2, 2, tpus=1)) == 0
 
 
 def test_actors_on_cpus_beside_learners_on_gpus():

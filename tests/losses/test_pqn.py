@@ -14,6 +14,7 @@ from podracer_jit.losses.algorithm import Batch
 from podracer_jit.numerics import counters
 from podracer_jit.types import Rollout
 from tests import reference
+from tests.agents.test_recurrent import gru
 from tests.runs import changed, prepared, run, small
 
 STEPS = 13
@@ -118,6 +119,72 @@ def test_the_gradient_has_the_slopes_of_the_loss():
                                 state.params['params'], direction)) for step in (1e-6, -1e-6)]
     slope = sum(jax.tree.leaves(jax.tree.map(np.vdot, grads['params'], direction)))
     assert abs(slope) > 1e-2
+    assert_allclose(slope, (either[0] - either[1]) / 2e-6, rtol=1e-3)
+
+
+def _recurrent_case():
+  """Returns a recurrent algorithm, a state, whole environments, and their action values by NumPy.
+
+  The last are a function of weights that gives those of T + 1 rows of each environment.
+  """
+  algorithm = _algorithm(network__hidden=(6,), network__core='gru', network__core_size=5)
+  rng = np.random.default_rng(3)
+  shapes = algorithm.first_state(jax.random.key(0), jax.random.key(1))
+  params = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), shapes.params)
+  steps, envs = 8, 3  # `small` has rollouts of 8 steps
+  ends = [reference.random_ends(rng, steps, carried=i == 1, ends_last=i == 2)
+          for i in range(envs)]
+  terminated, truncated, valid = (np.stack(x, axis=1) for x in zip(*ends, strict=True))
+  rollout = Rollout(
+      obs=rng.normal(size=(steps + 1, envs, 4)).astype(np.float32),
+      action=rng.integers(0, 2, (steps, envs), np.int32), extras=None,
+      reward=rng.normal(size=(steps, envs)).astype(np.float32), terminated=terminated,
+      truncated=truncated, valid=valid, episodes=None,
+      carry=rng.normal(size=(1, envs, 5)).astype(np.float32))
+
+  def q(w, n):
+    state = np.float64(rollout.carry[0, n])
+    rows = []
+    for t in range(steps + 1):
+      layer = w['torso']['Dense_0']
+      x = np.tanh(rollout.obs[t, n] @ layer['kernel'] + layer['bias'])
+      state, y = gru(w['core'], state, x)
+      rows.append(y @ w['q']['kernel'] + w['q']['bias'])
+      if t < steps and not valid[t, n]:
+        state = np.zeros(5)
+    return np.array(rows)
+
+  return algorithm, shapes._replace(params=params), rollout, q
+
+
+def test_a_recurrent_network_regresses_whole_environments_to_their_returns():
+  algorithm, state, rollout, q = _recurrent_case()
+  weights = jax.tree.map(np.float64, state.params['params'])
+  got = np.asarray(algorithm.targets(state, rollout))
+  expected = np.zeros_like(got)
+  for n in range(3):
+    ends = [x[:, n] for x in (rollout.terminated, rollout.truncated, rollout.valid)]
+    expected[:, n] = expected_returns(q(weights, n).max(axis=-1)[1:], rollout.reward[:, n], ends,
+                                      algorithm.discount, algorithm.trace_lambda)
+  valid = rollout.valid
+  assert_allclose(got[valid], expected[valid], rtol=1e-4, atol=1e-4)
+
+  def loss(w):
+    taken = np.stack([np.take_along_axis(q(w, n)[:-1], rollout.action[:, n, None], -1)[:, 0]
+                      for n in range(3)], axis=1)
+    return 0.5 * np.sum(np.where(valid, got - taken, 0) ** 2) / 30
+
+  batch = Batch(rollout, got, None, jnp.float32(30), None)  # 30 valid rows in the whole minibatch
+  total, aux = algorithm.loss(state.params, state, batch, jax.random.key(2))
+  assert_allclose(total, loss(weights), rtol=1e-4)
+  assert aux.valid == valid.sum()
+  grads, _ = jax.jit(algorithm.gradient)(state, batch, jax.random.key(2))
+  rng = np.random.default_rng(4)
+  for _ in range(3):
+    direction = jax.tree.map(lambda p: rng.normal(size=p.shape), weights)
+    either = [loss(jax.tree.map(lambda p, d, step=step: p + step * d, weights, direction))
+              for step in (1e-6, -1e-6)]
+    slope = sum(jax.tree.leaves(jax.tree.map(np.vdot, grads['params'], direction)))
     assert_allclose(slope, (either[0] - either[1]) / 2e-6, rtol=1e-3)
 
 

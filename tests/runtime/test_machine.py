@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from jax._src import hardware_utils
 
 from podracer_jit.runtime import machine
 from podracer_jit.runtime.machine import Machine
@@ -51,12 +52,24 @@ def test_cores_that_others_use_do_not_count(monkeypatch):
   monkeypatch.setattr(machine.os, 'sched_getaffinity', lambda _: visible)
   monkeypatch.setattr(machine, '_shared', lambda cpu, file: '')
   monkeypatch.setattr(machine, '_FIRST', machine._Times(100.0, 50.0, 1.0))
+  monkeypatch.setattr(machine, 'quota', lambda: math.inf)
   # In ten seconds 8 cores were busy for 34, of which this process took 4: three cores are not free.
   monkeypatch.setattr(machine, '_times', lambda: machine._Times(110.0, 84.0, 5.0))
   assert machine.here().cores == 5
   # At most half of the cores count.
   monkeypatch.setattr(machine, '_times', lambda: machine._Times(110.0, 129.0, 1.0))
   assert machine.here().cores == 4
+  # A quota of five cores can be had beside others who use four of the eight.
+  monkeypatch.setattr(machine, 'quota', lambda: 5.0)
+  assert machine.here().cores == 4
+  monkeypatch.setattr(machine, 'quota', lambda: 3.0)
+  assert machine.here().cores == 3
+  monkeypatch.setattr(machine, 'quota', lambda: math.inf)
+  # Four cores of two threads each: half of the cores is two.
+  monkeypatch.setattr(
+      machine, '_shared', lambda cpu, file: f'{cpu % 4}' if 'thread' in file else '')
+  assert machine.here().cores == 2
+  monkeypatch.setattr(machine, '_shared', lambda cpu, file: '')
   # Too short a time tells nothing.
   monkeypatch.setattr(machine, '_times', lambda: machine._Times(100.1, 51.0, 1.0))
   assert machine.here().cores == 8
@@ -64,7 +77,7 @@ def test_cores_that_others_use_do_not_count(monkeypatch):
 
 def test_threads_of_a_core_count_once_and_caches_bound_what_is_near(monkeypatch):
   monkeypatch.setattr(machine.os, 'sched_getaffinity', lambda _: set(range(12)))
-  monkeypatch.setattr(machine, '_load_of_others', lambda: 0)
+  monkeypatch.setattr(machine, '_load_of_others', lambda most: 0)
   monkeypatch.setattr(machine, 'quota', lambda: math.inf)
 
   def shared(cpu, file):
@@ -72,7 +85,8 @@ def test_threads_of_a_core_count_once_and_caches_bound_what_is_near(monkeypatch)
     return f'{cpu % 6}' if 'thread' in file else ('a' if cpu % 6 < 4 else 'b')
 
   monkeypatch.setattr(machine, '_shared', shared)
-  assert machine.here() == Machine(cores=6, near=4, gpus=machine.num_gpus())
+  assert machine.here() == Machine(
+      cores=6, near=4, gpus=machine.num_gpus(), tpus=machine.num_tpus())
 
 
 @pytest.mark.parametrize('platforms, visible, gpus', [
@@ -85,6 +99,21 @@ def test_gpus_that_jax_will_see(monkeypatch, platforms, visible, gpus):
   assert machine.num_gpus() == gpus
 
 
+@pytest.mark.parametrize('platforms, libtpu, tpus', [
+    ('', True, 2), ('tpu', True, 2), ('tpu,cpu', True, 2), ('cpu', True, 0), ('', False, 0)])
+def test_tpus_that_jax_will_see(monkeypatch, tmp_path, platforms, libtpu, tpus):
+  # Google's network card and two chips of a TPU v5e, as Linux lists them.
+  for i, device in enumerate(['0x0042', '0x0063', '0x0063']):
+    card = tmp_path / str(i)
+    card.mkdir()
+    (card / 'vendor').write_text('0x1ae0\n')
+    (card / 'device').write_text(f'{device}\n')
+  monkeypatch.setattr(hardware_utils.glob, 'glob', lambda _: map(str, tmp_path.glob('*/vendor')))
+  monkeypatch.setattr(machine.importlib.util, 'find_spec', lambda _: libtpu)
+  monkeypatch.setenv('JAX_PLATFORMS', platforms)
+  assert machine.num_tpus() == tpus
+
+
 def test_no_plugin_no_gpus(monkeypatch):
   monkeypatch.setattr(machine.importlib.util, 'find_spec', lambda name: None)
   monkeypatch.setenv('JAX_PLATFORMS', '')
@@ -93,5 +122,5 @@ def test_no_plugin_no_gpus(monkeypatch):
 
 
 def test_the_smallest_of_several_machines():
-  assert machine.smallest([Machine(8, 4, 2), Machine(4, 4, 1, 6), Machine(16, 8, 4, 8)]) == Machine(
-      4, 4, 1, 6)
+  assert machine.smallest([Machine(8, 4, 2, tpus=1), Machine(4, 4, 1, 6, tpus=4),
+                           Machine(16, 8, 4, 8, tpus=8)]) == Machine(4, 4, 1, 6, tpus=1)

@@ -16,7 +16,8 @@ from numpy.testing import assert_array_equal
 from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.envs.envpool_envs import make_vector_env
 from podracer_jit.runtime import placement, stored_programs
-from tests.runs import changed, fresh, run, small
+from podracer_jit.workdir import journal
+from tests.runs import changed, fresh, prepared, run, small, train
 
 
 @pytest.fixture
@@ -178,6 +179,22 @@ def test_another_process_reads_the_program(folder):
   assert len(list(folder.iterdir())) == 1
   assert compiled() < before
   assert len(list(folder.iterdir())) == 1
+
+
+@pytest.mark.parametrize('can_exchange', [True, False])
+def test_a_segment_compiles_one_rollout_where_addresses_cannot_be_exchanged(
+    folder, tmp_path, monkeypatch, can_exchange):
+  """So a GPU compiles a rollout a segment, which has the life of its simulators, and no more."""
+  monkeypatch.setattr(stored_programs, 'is_supported', lambda device: can_exchange)
+  config = changed(small(), total_steps=600, env__renew_every_updates=3,
+                   checkpoint__every_updates=1)
+  with events() as names:
+    assert train(prepared(config), tmp_path / 'run')
+  functions = [function for _, function in compilations(names) if function]
+  segments = len(journal.read_receipts(tmp_path / 'run').headers)
+  assert segments >= 3
+  assert sum('rollout' in function for function in functions) == (1 if can_exchange else segments)
+  assert sum('learner' in function for function in functions) <= 1
 
 
 @pytest.mark.parametrize('damage', [lambda content: content[:-1], lambda content: b'',

@@ -7,6 +7,7 @@ import pytest
 from podracer_jit.experiment import placing
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.training import adapting
+from podracer_jit.workdir import journal
 from tests import runs
 
 
@@ -45,6 +46,8 @@ def test_devices_change_no_bit(tmp_path, eager, legs, scheme):
                leg.run.experiment.placement.learner_devices) for leg in legs}) > 1
   # Some legs end within a segment, others with it.
   assert any(leg.updates < 6 for leg in legs)
+  metrics = journal.read_lines(tmp_path / 'adapted' / journal.METRICS)
+  assert all(line[name] >= 0 for line in metrics for name in ('actor_wait_s', 'learner_wait_s'))
   legs.clear()
   assert runs.train(runs.fresh(runs.changed(config, placement__adapt=False)), tmp_path / 'plain')
   assert {leg.run.experiment.placement.learner_devices for leg in legs} == {(0,)}
@@ -58,6 +61,16 @@ def test_a_run_that_adapts_can_be_stopped_and_goes_on(tmp_path, eager, legs):
   assert len({leg.run.experiment.placement.learner_devices for leg in legs}) > 1
   assert runs.train(runs.fresh(runs.changed(config, placement__adapt=False)), tmp_path / 'plain')
   assert receipts_of(tmp_path / 'stopped') == receipts_of(tmp_path / 'plain')
+
+
+def test_on_accelerators_only_actors_move(monkeypatch):
+  experiment = runs.fresh(runs.small(num_shards=2, num_grad_shards=2)).experiment
+  monkeypatch.setattr(adapting.jax, 'local_device_count', lambda: 2)
+  learners = {place.learner_devices for place in adapting.candidates(experiment)}
+  assert learners == {(0,), (0, 1)}
+  monkeypatch.setattr(adapting.jax, 'default_backend', lambda: 'gpu')
+  own = experiment.placement.learner_devices
+  assert [place.learner_devices for place in adapting.candidates(experiment)] == [own]
 
 
 def test_devices_that_a_config_sets_are_kept():

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from podracer_jit.cli import compare
+from podracer_jit.cli import compare, rerun
 from podracer_jit.errors import EnvironmentFailed, Refused
 from podracer_jit.training import program, restoring, sinks, stopping, trainer
 from podracer_jit.workdir import checkpoints, journal, record
@@ -110,6 +110,25 @@ def test_other_versions_begin_new_episodes(run, copy, whole, capsys, monkeypatch
   assert set(notes) == {'0.0.1'}
   monkeypatch.undo()
   check_renewed(copy, whole, reason, capsys)
+
+
+def test_other_numbers_of_accelerators_begin_new_episodes(run):
+  surroundings = restoring.surroundings(run)
+  assert journal.LEARNERS not in surroundings  # on CPUs bits do not depend on it
+  for then, now, expected in [
+      (4, 2, ['it learned on 4 devices and learns on 2']), (4, 4, []), (None, 4, [])]:
+    before, after = (surroundings | ({journal.LEARNERS: count} if count else {})
+                     for count in (then, now))
+    assert list(restoring._differing(before, after)) == expected
+
+
+def test_an_update_of_several_accelerators_is_not_repeated_on_one():
+  headers = [dict(first_update=1, learners=1), dict(first_update=3, learners=4)]
+  receipts = {1: {}, 3: {}}
+  assert rerun.header_of(headers, receipts, 1) == headers[0]
+  with pytest.raises(ValueError, match=r'^--update: the run learned on 4 GPUs or TPUs, on whose '
+                     'number its bits depend; updates can be repeated only if it was one$'):
+    rerun.header_of(headers, receipts, 3)
 
 
 def test_other_versions_do_not_matter_between_two_segments(run, tmp_path, whole, monkeypatch):

@@ -73,6 +73,21 @@ def test_whole_calls_of_one_program_are_traced(tmp_path):
   assert 3 in steps_of(trace.read_bytes(), 'updates')
 
 
+def test_updates_without_gradient_steps_are_not_traced(tmp_path):
+  def traced(min_size):
+    """Trains for twelve updates or more of 128 rows."""
+    result = binary('--config=apex_dqn_catch:smoke', '--config.log.tensorboard=False',
+                    f'--workdir={tmp_path}/{min_size}', f'--profile_dir={tmp_path}/trace',
+                    '--config.total_steps=1500', f'--config.replay.min_size={min_size}')
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr
+
+  assert ('no trace: it begins with the third report that has gradient steps, and there were 0'
+          in traced(5000))
+  assert 'no trace' not in traced(400)
+  assert list(tmp_path.glob('trace/plugins/profile/*/*.xplane.pb'))
+
+
 def test_a_trace_of_the_users_own_program_is_left_alone(tmp_path):
   script = f"""
 import jax
