@@ -152,35 +152,6 @@ def launches(text: str) -> float:
   return of(entry)
 
 
-def kernels_of_islands(text: str) -> dict[str, set[str]]:
-  """Returns the kernels of each island of a program for GPUs, by the name of the island.
-
-  A kernel is its opcode, its shapes and its arithmetic. Off CPUs islands are no computations of
-  their own, so a kernel belongs to the island whose scope its instructions name.
-
-  Raises:
-    ValueError: a kernel computes for an island and for something else.
-  """
-  computations = _parse(text)
-  fused = {name for lines in computations.values() for line in lines if line.opcode == 'fusion'
-           for _, name in CALLED.findall(line.attributes)}
-  kernels = collections.defaultdict(set)
-  for name, lines in computations.items():
-    if f'%{name}' in fused:
-      continue
-    for line in lines:
-      if line.opcode in FREE | {'while', 'conditional', 'call'}:
-        continue
-      inner = [x for _, called in CALLED.findall(line.attributes) if line.opcode == 'fusion'
-               for x in computations[called.removeprefix('%')]] or [line]
-      owners = {_island(x) for x in inner if x.opcode not in MOVES | {'broadcast', 'iota'}}
-      if len(owners) > 1:
-        raise ValueError(f'{line.name} is of {owners}')
-      if owners - {None}:
-        kernels[owners.pop()].add(_formula(computations, line))
-  return dict(kernels)
-
-
 def _island(line: Instruction) -> str | None:
   """Returns the name of the innermost island that an instruction is of."""
   return (re.findall(PREFIX + r'(\w+)', line.attributes) or [None])[-1]

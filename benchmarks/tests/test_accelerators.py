@@ -19,7 +19,7 @@ if chips.are_known():
 # ruff: noqa: E402 - the compilers read their settings first
 
 from benchmarks.accelerators import programs
-from benchmarks.compiled import kernels_of_islands, launches
+from benchmarks.compiled import launches
 from tests.runs import changed, small
 
 MESHES = [('cuda', 1), ('cuda', 2), ('tpu', 1), ('tpu', 2)]
@@ -79,27 +79,6 @@ def test_an_update_compiles(name, platform, count):
 def test_rollouts_and_updates_compile_as_one_program(name, platform):
   with programs.of(CASES[name], chips.devices(platform, 1)) as of:
     check(compiled(of.fused()))
-
-
-@pytest.mark.parametrize('name', CASES)
-def test_islands_have_the_same_kernels_in_one_program_and_in_two(name):
-  with programs.of(CASES[name], chips.devices('cuda', 1)) as of:
-    apart = [kernels_of_islands(compiled(lowered)) for lowered in (of.rollout(), of.learner())]
-    together = kernels_of_islands(compiled(of.fused()))
-  assert set(together) == set(apart[0]) | set(apart[1])
-  for island, kernels in together.items():
-    assert kernels == apart[0].get(island, set()) | apart[1].get(island, set()), island
-
-
-@pytest.mark.parametrize('name', ['ppo', 'dqn'])
-def test_meshes_share_the_kernels_of_islands_that_see_whole_parameters(name):
-  """Gradients differ: the groups of a device are one batch, of which two devices have half each."""
-  of_meshes = []
-  for count in (1, 2):
-    with programs.of(CASES[name], chips.devices('cuda', count)) as of:
-      of_meshes.append(kernels_of_islands(compiled(of.learner())))
-  one, two = of_meshes
-  assert {island for island in one if one[island] != two.get(island)} <= {'gradient'}
 
 
 @pytest.mark.parametrize('platform', chips.PLATFORMS)
