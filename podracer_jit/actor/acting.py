@@ -47,8 +47,7 @@ class InStep(NamedTuple):
     """See `Acting`."""
     parts = self.algorithm.parts
     rollout = rollouts.make_rollout(self.algorithm, vector_envs, parts.unroll_length,
-                                    parts.spec.stack, self.discount,
-                                    first_apart=self.first_apart)
+                                    self.discount, first_apart=self.first_apart)
     if self.algorithm.learns_from_replay:
       return priorities.with_priorities(rollout, self.algorithm)
     return rollout

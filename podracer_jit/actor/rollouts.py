@@ -150,11 +150,14 @@ def row_key(env: EnvState, t: jax.Array) -> jax.Array:
 
 
 def make_rollout(algorithm: Algorithm, vector_envs: Sequence[VectorEnv], unroll_length: int,
-                 stack: int = 1, discount: float | None = None, greedy: bool = False,
-                 first_apart: bool = False) -> Callable:
+                 discount: float | None = None, greedy: bool = False, first_apart: bool = False
+                 ) -> Callable:
   """Returns rollout(given, actor_state) -> (actor_state, Rollouts), to be jitted.
 
-  `given` is `ForActors`. The vector environments take turns: recv a; infer a; send a; recv b;
+  `given` is `ForActors`. If observations are stacks of frames (`EnvSpec.stack`), a rollout holds
+  `frames.Frames`, each frame once.
+
+  The vector environments take turns: recv a; infer a; send a; recv b;
   infer b; send b; ... So one of them steps while the policy works on another. The token that passes
   through all calls keeps them in this order; XLA drops an `optimization_barrier` before it
   schedules. The overlap ends only with a rollout, when each of them receives its last step.
@@ -164,8 +167,6 @@ def make_rollout(algorithm: Algorithm, vector_envs: Sequence[VectorEnv], unroll_
     algorithm: acts in the environments.
     vector_envs: the environments.
     unroll_length: T.
-    stack: frames in an observation (`EnvSpec.stack`). With more than one, a rollout holds
-      `frames.Frames`, each frame once.
     discount: gamma of `Rollout.discounted_return`, which normalised rewards need; None leaves the
       field empty.
     greedy: takes the most likely actions.
@@ -179,6 +180,7 @@ def make_rollout(algorithm: Algorithm, vector_envs: Sequence[VectorEnv], unroll_
 
   act = make_act(algorithm, greedy)
   is_function = [getattr(vector_env, 'is_function', False) for vector_env in vector_envs]
+  stack = algorithm.parts.spec.stack
 
   def empty_buffer(obs: Observations, env: EnvState) -> Rollout:
     returns = None if discount is None else jnp.zeros((unroll_length, *env.ended.shape))

@@ -212,9 +212,9 @@ class FromRollouts:
 
     scaled, return_moments = running_moments.scale_rewards(state.params, batch, groups)
     targets = self._targets(state, scaled)
-    seen = action_masks.split(batch.obs, self.algorithm.parts.spec)[0]
+    obs, _ = action_masks.split(batch.obs, self.algorithm.parts.spec)
     moments = running_moments.observe(
-        state.params, batch._replace(obs=seen), targets, groups) | return_moments
+        state.params, batch._replace(obs=obs), targets, groups) | return_moments
     return Prepared(
         rollout=scaled, targets=targets, items=self._minibatches(key, len(batch.reward)), key=key,
         batch_stats=dict(batch=batch_fingerprint, valid=valid, moments=moments,

@@ -104,7 +104,13 @@ def renewal(run: build.Run, workdir: Path, update: int) -> str:
 def problem_of_actions(run: build.Run, workdir: Path, of_run: record.Record, update: int) -> str:
   """Returns why the environments of a run cannot go on from a checkpoint; '' if they can.
 
-  It reads all actions of the segment; see `snapshot` for the arguments.
+  It reads all actions of the segment.
+
+  Args:
+    run: the run.
+    workdir: the workdir of the run.
+    of_run: its record, which says whether environments begin anew here.
+    update: the update of the checkpoint.
   """
   if run.experiment.spec.is_function or not _goes_on(run, workdir, of_run, update):
     return ''

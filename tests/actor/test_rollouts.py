@@ -54,7 +54,7 @@ class Actor:
         jax.random.key(0), (int(np.prod(spec.obs_shape)), 1 + spec.num_actions))
     algorithm = bound(IMPALA(), Function(apply, self.params), spec=spec)
     self.state = rollouts.initial_state(algorithm, vector_envs, [jax.random.key(k) for k in keys])
-    rollout = rollouts.make_rollout(algorithm, vector_envs, unroll_length, spec.stack,
+    rollout = rollouts.make_rollout(algorithm, vector_envs, unroll_length,
                                     first_apart=first_apart)
 
     def rollout_with_stacks(given, state):  # observations as EnvPool gave them
@@ -312,7 +312,7 @@ def test_shards_of_one_program_do_not_affect_each_other():
 @pytest.mark.parametrize('steps', [1, 6])
 @pytest.mark.parametrize('task', ['CartPole-v1', 'Breakout-v5'])
 def test_a_first_turn_apart_changes_no_rollout(task, steps):
-  """As on GPUs: the loop then begins with the second turn."""
+  """The first turn of a rollout, which receives nothing, is not in the loop on GPUs."""
   options = dict(max_episode_steps=7, **(SMALL if task == 'Breakout-v5' else {}))
   rolled = [roll(task, [[1, 2], [3, 4]], steps, keys=[8, 9], count=3, first_apart=apart, **options)
             for apart in (False, True)]

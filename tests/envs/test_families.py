@@ -77,7 +77,7 @@ def roll(task, options=None, network='mlp', steps=STEPS):
   try:
     given = ForActors(algorithm.init(jax.random.key(0)))
     state = rollouts.initial_state(algorithm, [vector_env], [jax.random.key(1)])
-    function = rollouts.make_rollout(algorithm, [vector_env], steps, spec.stack)
+    function = rollouts.make_rollout(algorithm, [vector_env], steps)
     _, (rollout,) = program.load(function, (given, state), (1,))(given, state)
     return spec, jax.device_get(rollout)
   finally:

@@ -200,7 +200,7 @@ def test_the_treasure_is_at_the_end_of_all_steps_to_the_right():
 
 
 def test_a_network_that_takes_observations_apart_is_refused():
-  """Such a network turns standardised observations back into whole numbers."""
+  """`image_and_vector` turns standardised observations back into whole numbers."""
   config = small('examples.rnd:RND', 'MiniGrid-Empty-5x5-v0', 'image_and_vector')
   with pytest.raises(ValueError, match='network.name: ImageAndVector takes observations apart'):
     build.check_network(resolve(config))

@@ -476,7 +476,7 @@ def played(task):
   exploration = np.tile(np.linspace(0.4, 1.0, 5, dtype=np.float32), 2)
   state = priorities.initial_state(rollouts.initial_state(
       algorithm, shards, list(keys(7)), exploration=exploration), algorithm)
-  rollout = rollouts.make_rollout(algorithm, shards, 20, spec.stack)
+  rollout = rollouts.make_rollout(algorithm, shards, 20)
 
   def rollouts_and_experience(given, state):
     shard_rollouts = []

@@ -10,10 +10,10 @@ from podracer_jit.runtime.machine import Machine
 
 
 def test_this_machine_has_a_core():
-  here = machine.here(devices=3)
-  assert here.cores >= 1
-  assert 1 <= here.near <= here.cores
-  assert here.devices == 3
+  resources = machine.here(devices=3)
+  assert resources.cores >= 1
+  assert 1 <= resources.near <= resources.cores
+  assert resources.devices == 3
 
 
 @pytest.mark.parametrize('own, files, cores', [

@@ -121,7 +121,7 @@ def test_actors_on_several_devices_compile_one_rollout():
 @pytest.mark.usefixtures('folder')
 @pytest.mark.parametrize('scheme, devices', [('cleanba', (0,)), ('sync', (0, 1))])
 def test_the_learner_compiles_once_beside_the_first_rollouts(scheme, devices, monkeypatch):
-  """What its thread compiles before the first rollout is what it calls later."""
+  """The learner's thread compiles the program that it calls later, and nobody compiles it again."""
   shapes = []
   batch_shapes = placement.batch_shapes
   monkeypatch.setattr(placement, 'batch_shapes',
