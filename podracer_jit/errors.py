@@ -24,6 +24,14 @@ STOPPED = 3  # a signal or a sink; everything is saved, and the same command res
 INTERRUPTED = 130  # a signal before training, or a second one, which saves nothing
 
 
+def extend(error: BaseException, words: str) -> None:
+  """Adds words to the message of an error, or as a note if the message cannot be changed."""
+  if str(error) and error.args == (str(error),):
+    error.args = (f'{error}; {words}',)
+  if words not in str(error):
+    error.add_note(words)
+
+
 class PodracerError(Exception):
   """Base class of the package's own errors. The message is one line."""
 

@@ -12,6 +12,7 @@ import dataclasses
 import math
 from typing import Any
 
+from podracer_jit.envs.families import may_start_jax
 from podracer_jit.envs.protocol import EnvSpec
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.runtime.machine import Machine
@@ -84,12 +85,11 @@ def _devices(experiment: Experiment, machine: Machine, processes: int) -> dict[s
     learner_units = actor_units = 1
   shards = max(1, experiment.num_shards // processes)
   groups = max(1, experiment.num_grad_shards // processes)
-  if scheme.alone or scheme.each or not experiment.exact_reduce:
+  if _is_alone(experiment) or scheme.each or not experiment.exact_reduce:
     # The scheme has one device, or its results depend on the number of learner devices.
     learners = 1
   elif scheme.graph.one_program:
-    learners = _divisor(math.gcd(shards, groups), learner_units) if (
-        experiment.spec.is_function) else 1
+    learners = _divisor(math.gcd(shards, groups), learner_units)
   else:
     learners = _divisor(groups, learner_units)
   learner_devices = given.learner_devices or tuple(range(learners))
@@ -123,7 +123,15 @@ def microbatch_rows(spec: EnvSpec, machine: Machine) -> int:
 
 def most_devices(num_shards: int, num_grad_shards: int, machine: Machine) -> int:
   """Returns the most CPU devices that a process may be given on a machine."""
-  return max(1, min(machine.cores, max(num_shards, num_grad_shards)))
+  return max(1, min(machine.allowed, max(num_shards, num_grad_shards)))
+
+
+def xla_threads(machine: Machine) -> int:
+  """Returns the threads of XLA for updates that are not small.
+
+  They do not follow the load: programs of other numbers of threads are compiled anew.
+  """
+  return max(2, min(machine.allowed, _MOST_XLA_THREADS))
 
 
 def alternatives(experiment: Experiment, devices: int) -> list[PlacementOptions]:
@@ -136,8 +144,8 @@ def alternatives(experiment: Experiment, devices: int) -> list[PlacementOptions]
   place = experiment.placement
   scheme = experiment.scheme
   is_open = {'actor_devices', 'learner_devices'} & set(place.chosen)
-  if (place.is_remote or scheme.alone or scheme.each or not experiment.exact_reduce
-      or experiment.env_batch or scheme.graph.one_program and not experiment.spec.is_function):
+  if (place.is_remote or _is_alone(experiment) or scheme.each or not experiment.exact_reduce
+      or experiment.env_batch):
     return []
   shards = experiment.num_shards // place.actors_per_device
   groups = experiment.num_grad_shards
@@ -154,6 +162,12 @@ def alternatives(experiment: Experiment, devices: int) -> list[PlacementOptions]
     if other != place and other not in others:
       others.append(other)
   return others
+
+
+def _is_alone(experiment: Experiment) -> bool:
+  """Returns whether a run has one device: one program spans several with JAX functions only."""
+  scheme = experiment.scheme
+  return scheme.alone and not (scheme.graph.one_program and experiment.spec.is_function)
 
 
 def _threads(experiment: Experiment, machine: Machine, processes: int, place: PlacementOptions
@@ -174,15 +188,16 @@ def _threads(experiment: Experiment, machine: Machine, processes: int, place: Pl
   # Threads of a short step are worth it only if they are near each other.
   most = share if step_s > 10 * _THREAD_S else min(share, machine.near)
   env_threads = min(most, width, max(1, round(step_s / _THREAD_S)))
-  # XLA cuts an operation into a piece for each thread; small ones are slower in pieces.
-  is_small = _numbers(experiment) < _NUMBERS_OF_A_DEVICE
-  xla_threads = max(2, place.num_devices,
-                    0 if is_small else min(machine.cores, _MOST_XLA_THREADS))
+  # XLA cuts an operation into a piece for each thread; small ones are slower in pieces. Where JAX
+  # starts before the size of an observation is known, the update counts as large.
+  is_small = (_numbers(experiment) < _NUMBERS_OF_A_DEVICE
+              and not may_start_jax(experiment.env.task))
+  threads = max(2, place.num_devices, 0 if is_small else xla_threads(machine))
   update_s = (experiment.batch_rows * experiment.spec.step_us * 1e-6 / env_threads
               + experiment.batch_rows * _passes(experiment) * _ROW_S
               + _numbers(experiment) * _NUMBER_S)
   calls = 2 ** round(math.log2(max(_CALL_S / update_s, 1)))
-  return dict(env_threads=place.env_threads or env_threads, xla_threads=xla_threads,
+  return dict(env_threads=place.env_threads or env_threads, xla_threads=threads,
               updates_per_call=min(calls, _MOST_UPDATES_PER_CALL))
 
 

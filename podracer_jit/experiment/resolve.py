@@ -68,10 +68,12 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
                   if name not in options.meanings(EnvOptions)}
   with _own_errors('env.task', env.task):
     if may_start_jax(env.task):
-      devices = placing.most_devices(fields['num_shards'], fields['num_grad_shards'],
-                                     host.machine()[0])
-      host.prepare_host_for_any(parts_of['placement'][0], parts_of['numerics'][0].deterministic,
-                                devices)
+      machine = host.machine()[0]
+      place = parts_of['placement'][0]
+      if place.auto and not place.xla_threads:
+        place = dataclasses.replace(place, xla_threads=placing.xla_threads(machine))
+      devices = placing.most_devices(fields['num_shards'], fields['num_grad_shards'], machine)
+      host.prepare_host_for_any(place, parts_of['numerics'][0].deterministic, devices)
     spec = family_of(env.task).make_spec(env.task, task_options)
   is_default = env.action_mask == options.defaults(EnvOptions)['action_mask']
   spec = action_masks.find(spec, env.action_mask, is_optional=is_default)

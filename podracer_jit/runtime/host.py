@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import hashlib
 import json
 import logging
 import math
 import os
+import re
 import socket
 import threading
 import time
@@ -140,14 +140,22 @@ def _set_sizes(threads: int, devices: int) -> None:
   Raises:
     RuntimeError: JAX has started already.
   """
-  jax.config.update('jax_num_cpu_devices', devices)
+  jax.config.update('jax_num_cpu_devices', max(devices, _devices_of_user()))
   # XLA takes the size of its CPU thread pool from here; a user's PJRT_NPROC would count more.
   os.environ['NPROC'] = str(threads)
   os.environ.pop('PJRT_NPROC', None)
   if not _sizes:
     jax.monitoring.register_event_duration_secs_listener(_give_back_memory)
+    stored_programs.name_by_surroundings()
   _sizes.update(threads=threads, devices=devices)
   _keep_programs()
+
+
+def _devices_of_user() -> int:
+  """Returns the CPU devices that the user has asked JAX or XLA for; -1 if for none."""
+  flags = re.findall(r'--xla_force_host_platform_device_count=(\d+)',
+                     os.environ.get('XLA_FLAGS', ''))
+  return max(jax.config.jax_num_cpu_devices, *map(int, flags), -1)
 
 
 # Programs that compile in less time are not kept. A run has about ten that take longer, and JAX's
@@ -217,12 +225,9 @@ def _set_own_cache() -> None:
   folder if the user has no home or cannot write there; if it exists all the same, programs are read
   from it.
   """
-  lines = Path('/proc/cpuinfo').read_text().splitlines()
-  features = sorted({x for x in lines if x.startswith(('model name', 'flags', 'Features'))})
-  processor = hashlib.sha256('\n'.join(features).encode()).hexdigest()[:12]
   try:
     cache = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache')
-    folder = cache / 'podracer_jit' / processor
+    folder = cache / 'podracer_jit' / stored_programs.processor()
     stored_programs.make_private(folder)
   except (RuntimeError, OSError):  # a RuntimeError means that the user has no home
     return
@@ -320,10 +325,14 @@ def _shares(told: Sequence[tuple[str, Sequence[int], Sequence[Any]]]) -> Iterato
     told: for each process its host, the CPUs that it may use, and its `Machine`.
   """
   for host, cpus, fields in told:
-    whole = Machine(*fields)
+    own = Machine(*fields)
     sharing = sum(host == other and not set(cpus).isdisjoint(theirs) for other, theirs, _ in told)
-    share = max(1, whole.cores // sharing)
-    yield whole._replace(cores=share, near=min(whole.near, share))
+    if sharing == 1:
+      yield own
+      continue
+    # Cores that are busy are so because of each other.
+    share = max(1, own.allowed // sharing)
+    yield own._replace(cores=share, near=min(own.near + own.busy, share), busy=0)
 
 
 def _check_numbers(num_processes: int | None, process_id: int | None, timeout_s: int) -> None:

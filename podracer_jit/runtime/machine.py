@@ -24,6 +24,12 @@ class Machine(NamedTuple):
   gpus: int = 0
   devices: int | None = None  # CPU devices with which JAX has started; None: it has not
   tpus: int = 0
+  busy: int = 0  # further cores that this process may use, which others keep busy
+
+  @property
+  def allowed(self) -> int:
+    """The cores that this process may use, idle or not."""
+    return self.cores + self.busy
 
   @property
   def accelerators(self) -> int:
@@ -42,10 +48,10 @@ def here(devices: int | None = None) -> Machine:
            for cpu in os.sched_getaffinity(0)}.values()
   by_cache = collections.Counter(_shared(cpu, 'cache/index3/shared_cpu_list') for cpu in cores)
   # Others may have their own share of what a control group leaves.
-  free = min(len(cores) - _load_of_others(len(cores) / 2), quota())
-  usable = max(1, math.floor(free))
+  allowed = max(1, math.floor(min(len(cores), quota())))
+  usable = max(1, min(allowed, len(cores) - _load_of_others(len(cores) / 2)))
   return Machine(usable, min(usable, max(by_cache.values())), num_gpus(), devices,
-                 num_tpus())
+                 num_tpus(), allowed - usable)
 
 
 def _shared(cpu: int, file: str) -> str:
@@ -233,7 +239,8 @@ def smallest(machines: Iterable[Machine]) -> Machine:
   """Returns what each of several machines has."""
   machines = list(machines)
   devices = [machine.devices for machine in machines if machine.devices is not None]
-  return Machine(min(machine.cores for machine in machines),
-                 min(machine.near for machine in machines),
+  cores = min(machine.cores for machine in machines)
+  return Machine(cores, min(machine.near for machine in machines),
                  min(machine.gpus for machine in machines), min(devices, default=None),
-                 min(machine.tpus for machine in machines))
+                 min(machine.tpus for machine in machines),
+                 min(machine.allowed for machine in machines) - cores)

@@ -14,6 +14,7 @@ Seen on CPUs only. For other platforms it is unknown whether XLA stores an addre
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import io
@@ -29,6 +30,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax._src import cache_key  # what else the key of a compiled program depends on
+from jax._src import config as jax_config  # the options of this thread only
 from jax.experimental import serialize_executable
 from jax.extend.backend import get_compile_options
 
@@ -160,13 +163,34 @@ def _pattern(addresses: Sequence[int]) -> re.Pattern[bytes]:
 @contextlib.contextmanager
 def outside_of_jax_cache() -> Iterator[None]:
   """Keeps programs that are compiled in the block out of JAX's compilation cache."""
-  name = 'jax_persistent_cache_min_compile_time_secs'
-  previous_seconds = getattr(jax.config, name)
-  jax.config.update(name, math.inf)
-  try:
+  # For this thread only: others may compile meanwhile.
+  with jax_config.persistent_cache_min_compile_time_secs(math.inf):
     yield
-  finally:
-    jax.config.update(name, previous_seconds)
+
+
+@functools.cache
+def processor() -> str:
+  """Returns a digest of the kind of this processor: code for one may not run on another."""
+  lines = Path('/proc/cpuinfo').read_text().splitlines()
+  features = sorted({x for x in lines if x.startswith(('model name', 'flags', 'Features'))})
+  return hashlib.sha256('\n'.join(features).encode()).hexdigest()[:12]
+
+
+def surroundings() -> tuple[str, int, str | None]:
+  """Returns the processor, its threads and those of XLA's pool.
+
+  XLA splits some loops over as many threads as there are in both.
+  """
+  return processor(), len(os.sched_getaffinity(0)), os.environ.get('NPROC')
+
+
+def name_by_surroundings() -> None:
+  """Adds `surroundings` to the names of programs in JAX's compilation cache; call it once.
+
+  Otherwise machines that share a folder would take each other's programs.
+  """
+  given = cache_key.custom_hook
+  cache_key.custom_hook = lambda: f'{given()} {surroundings()}'
 
 
 def make_private(folder: Path) -> None:
@@ -246,11 +270,10 @@ def _file(text: str, lowered: jax.stages.Lowered, addresses: Sequence[int], devi
     return None
   numbers = {str(address).encode(): b'simulator %d' % i for i, address in enumerate(addresses)}
   without_addresses = _pattern(addresses).sub(lambda match: numbers[match[0]], text.encode())
-  # All that the result of the compiler depends on. The folder itself is for one kind of processor.
-  # XLA splits some loops over as many threads as there are cores and threads of its pool.
+  # All that the result of the compiler depends on.
   parts = (without_addresses, lowered.args_info, lowered.out_tree, device.device_kind,
            jax.__version__, importlib.metadata.version('jaxlib'), os.environ.get('XLA_FLAGS'),
-           len(os.sched_getaffinity(0)), os.environ.get('NPROC'))
+           *surroundings())
   name = hashlib.sha256('\n'.join(map(str, parts)).encode()).hexdigest()
   return Path(folder) / _FOLDER / f'{name}-cache'
 

@@ -8,6 +8,7 @@ measured in pairs of legs, a few updates each, since the speed of a machine drif
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import statistics
 import threading
@@ -17,7 +18,8 @@ from typing import NamedTuple
 
 import jax
 
-from podracer_jit.experiment import build, placing
+from podracer_jit import errors, options
+from podracer_jit.experiment import build, memory, placing
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.options import INT32_MAX
 from podracer_jit.runtime.placement import PlacementOptions
@@ -26,17 +28,23 @@ _logger = logging.getLogger(__name__)
 
 # Seconds that must be left of a run.
 LEAST_S = 15 * 60
-# Share of the rest of the run that trials take: legs that may be slower, and compiling.
+# Share of the rest of the run that trials may take.
 _SHARE = 0.02
-# Seconds and updates of a leg whose speed is measured, and before anything is tried.
+# Least seconds and calls of a leg whose speed is measured, and calls before anything is tried. A
+# call makes one update, or several in a scheme of one program.
 _LEG_S = 5.0
-_LEG_UPDATES = 4
-_FIRST_UPDATES = 16
-# A placement is kept if it is faster by this factor, in each pair.
+_LEG_CALLS = 12
+_FIRST_CALLS = 16
+# Calls of a leg that shows whether a placement is far slower, by which factor that is, and how
+# often a leg is begun that the end of a segment cuts short.
+_PROBE_CALLS = 4
+_FAR_SLOWER = 1.5
+_MOST_TRIES = 3
+# A placement is kept if each of so many pairs of legs says that it is faster, and their median by
+# this factor.
+_PAIRS = 4
+_NOT_SLOWER = 1.0
 _GAIN = 1.02
-_PAIRS = 2
-# Fewer updates than that tell nothing about the speed of a leg.
-_FEWEST = 3
 
 
 class Leg(NamedTuple):
@@ -44,6 +52,18 @@ class Leg(NamedTuple):
 
   run: build.Run
   updates: int  # most of them
+
+
+class _Mark(NamedTuple):
+  """The end of a call of updates."""
+
+  seconds: float  # of the clock that leaves out what does not depend on the placement
+  update: int
+  steps: int  # valid ones that the run has learned from
+
+
+class _GiveUp(Exception):
+  """The time for trials is over, or nothing can be measured."""
 
 
 class Adapting:
@@ -58,79 +78,164 @@ class Adapting:
     """
     self.run = run  # on the fastest devices so far
     self._say = say
-    self._legs: Iterator[Leg] | None = self._plan() if candidates(run.experiment) else None
-    self._times: list[tuple[float, int]] = []  # (seconds, steps) after each update of the leg
+    experiment = run.experiment
+    self._call = experiment.placement.updates_per_call if (
+        experiment.scheme.graph.one_program) else 1
+    self._legs: Iterator[Leg] | None = self._plan() if candidates(experiment) else None
+    self._marks: list[_Mark] = []  # of the leg
+    self._apart_s = 0.0
+    self._own_s = 0.0  # seconds of an update on the fastest devices; 0: unknown
+    self._left_to_spend_s = float('inf')
+    self._prepared: _Prepared | None = None
+    self._is_trial = False
 
   def next(self) -> Leg:
     """Returns the next leg; the run has made all updates of the one before."""
     leg = next(self._legs, None) if self._legs else None
-    self._times = []
+    self._marks = []
     if leg is None:
       self._legs = None
-      return Leg(self.run, INT32_MAX)
+      leg = Leg(self.run, INT32_MAX)
+    self._is_trial = leg.run is not self.run
     return leg
 
-  def told(self, steps: int) -> None:
-    """Notes the end of an update; `steps` are the valid steps that the run has learned from."""
+  def told(self, update: int, steps: int) -> None:
+    """Notes the end of a call of updates.
+
+    Args:
+      update: the last update.
+      steps: valid steps that the run has learned from.
+    """
     if self._legs:
-      self._times.append((time.perf_counter(), steps))
+      self._marks.append(_Mark(self._now(), update, steps))
+
+  @contextlib.contextmanager
+  def apart(self) -> Iterator[None]:
+    """Leaves the block's time out of the speed: what it does takes as long on other devices."""
+    began_s = time.perf_counter()
+    try:
+      yield
+    finally:
+      self._apart_s += time.perf_counter() - began_s
+
+  def explain(self, error: BaseException) -> None:
+    """Adds to the error of a leg that it was on devices that were only tried."""
+    if self._is_trial:
+      errors.extend(error, 'it was trying other devices, which placement.adapt=False turns off')
+
+  def close(self) -> None:
+    """Ends what is built beside the training, as soon as its compilation is over."""
+    if self._prepared:
+      self._prepared.is_given_up.set()
+
+  def _now(self) -> float:
+    return time.perf_counter() - self._apart_s
+
+  def _inner(self) -> Sequence[_Mark]:
+    """Returns the marks between which a leg's speed is measured.
+
+    In its first updates programs are loaded and the pipeline fills; before its end, actors rest.
+    """
+    return self._marks[1:-1]
 
   def _seconds(self) -> float:
-    """Returns the mean seconds of an update of the last leg, without the first; 0 if unknown."""
-    if len(self._times) < _FEWEST:
+    """Returns the mean seconds of an update of the last leg; 0 if unknown."""
+    inner = self._inner()
+    if len(inner) < 2:
       return 0.0
-    times = [seconds for seconds, _ in self._times[1:]]
-    return (times[-1] - times[0]) / (len(times) - 1)
+    return (inner[-1].seconds - inner[0].seconds) / (inner[-1].update - inner[0].update)
 
   def _left_s(self) -> float:
     """Returns the seconds that the rest of the run takes at the speed of the last leg."""
-    (since_s, since), *_, (until_s, until) = self._times[1:]
-    speed = (until - since) / (until_s - since_s)
-    return (self.run.experiment.total_steps - until) / speed if speed else 0.0
+    first, *_, last = self._inner()
+    speed = (last.steps - first.steps) / (last.seconds - first.seconds)
+    return (self.run.experiment.total_steps - last.steps) / speed if speed else 0.0
 
-  def _measured(self, run: build.Run, updates: int) -> Generator[Leg, None, float]:
+  def _leg(self, run: build.Run, calls: int) -> Generator[Leg, None, None]:
+    """Yields a leg, and notes how much longer it took than on the fastest devices so far.
+
+    Raises:
+      _GiveUp: there may be no time for it.
+    """
+    updates = calls * self._call
+    # It may take twice as long.
+    if run is not self.run and updates * self._own_s > self._left_to_spend_s:
+      raise _GiveUp
+    began_s = self._now()
+    yield Leg(run, updates)
+    if self._marks and self._own_s:
+      # The end of a segment may have cut it short.
+      made = min(updates, len(self._marks) * self._call)
+      self._left_to_spend_s -= max(0.0, self._now() - began_s - made * self._own_s)
+
+  def _measured(self, run: build.Run, calls: int) -> Generator[Leg, None, float]:
     """Yields a leg, again if the end of a segment has cut it short; returns its `_seconds`."""
-    while True:
-      yield Leg(run, updates)
+    for _ in range(_MOST_TRIES):
+      yield from self._leg(run, calls)
       if self._seconds():
         return self._seconds()
+    raise _GiveUp
 
   def _plan(self) -> Iterator[Leg]:
     """Yields legs until the fastest placement is known."""
-    updates = _FIRST_UPDATES
-    while (yield from self._measured(self.run, updates)) * updates < _LEG_S:
-      updates *= 2
-    left_s = self._left_s()
-    budget_s = _SHARE * left_s
-    others = candidates(self.run.experiment)
-    # One leg of each pair is on devices that may be slower.
-    legs = _PAIRS * len(others)
-    least_s = _LEG_UPDATES * self._seconds()
-    if left_s < LEAST_S or legs * least_s > budget_s:
-      return
-    updates = round(min(max(_LEG_S, least_s), budget_s / legs) / self._seconds())
-    ratios = []
-    for place in others:
-      prepared = _Prepared(self.run, place)
-      while not prepared.is_done:
-        yield Leg(self.run, updates)
-      if prepared.run is None:
-        continue
-      # The first updates load the programs.
-      yield Leg(prepared.run, 2)
-      gains = []
-      for pair in range(_PAIRS):
-        seconds = {}
-        for run in (self.run, prepared.run)[::1 if pair % 2 else -1]:
-          seconds[run is prepared.run] = yield from self._measured(run, updates)
-        gains.append(seconds[False] / seconds[True])
-      ratios.append(f'{_described(place)} {statistics.median(gains):.2f}')
-      if min(gains) > _GAIN:
-        self.run = prepared.run
+    ratios: list[str] = []
+    with contextlib.suppress(_GiveUp):
+      yield from self._try_all(ratios)
+    self.close()
     if ratios:
       kept = _described(self.run.experiment.placement)
       self._say(f'placement: {kept} is the fastest; speed of others to the one before: '
                 f'{"; ".join(ratios)}')
+
+  def _try_all(self, ratios: list[str]) -> Iterator[Leg]:
+    """Yields the legs of `_plan`; adds a phrase for each placement that was measured."""
+    calls = _FIRST_CALLS
+    while (yield from self._measured(self.run, calls)) * calls * self._call < _LEG_S:
+      calls *= 2
+    left_s = self._left_s()
+    if left_s < LEAST_S:
+      return
+    self._own_s = self._seconds()
+    self._left_to_spend_s = _SHARE * left_s
+    calls = max(_LEG_CALLS, round(_LEG_S / (self._own_s * self._call)))
+    for place in candidates(self.run.experiment):
+      self._prepared = _Prepared(self.run, place)
+      while not self._prepared.is_done:
+        if self._left_to_spend_s < 0:
+          return
+        yield from self._leg(self.run, calls)
+      other = self._prepared.run
+      if other is None:
+        continue
+      gains: list[float] = []
+      try:
+        yield from self._compare(other, calls, gains)
+      finally:
+        if gains:
+          ratios.append(f'{_described(place)} {statistics.median(gains):.2f}')
+      if len(gains) == _PAIRS and statistics.median(gains) > _GAIN:
+        self.run = other
+        self._own_s /= statistics.median(gains)
+
+  def _compare(self, other: build.Run, calls: int, gains: list[float]) -> Iterator[Leg]:
+    """Yields pairs of legs until one says that the other run is slower.
+
+    Args:
+      other: the run with other devices.
+      calls: of a leg.
+      gains: gets the ratio of the speeds of each pair.
+    """
+    probe_s = yield from self._measured(other, _PROBE_CALLS)
+    if probe_s > _FAR_SLOWER * self._own_s:
+      gains.append(self._own_s / probe_s)
+      return
+    for pair in range(_PAIRS):
+      seconds = {}
+      for run in (self.run, other)[::1 if pair % 2 else -1]:
+        seconds[run is other] = yield from self._measured(run, calls)
+      gains.append(seconds[False] / seconds[True])
+      if gains[-1] < _NOT_SLOWER:
+        return
 
 
 def candidates(experiment: Experiment) -> Sequence[PlacementOptions]:
@@ -155,8 +260,10 @@ class _Prepared:
 
   def __init__(self, run: build.Run, place: PlacementOptions):
     self.run: build.Run | None = None  # None if it cannot have these devices
+    self.is_given_up = threading.Event()
     self._args = run, place
-    self._thread = threading.Thread(target=self._build, name='adapting', daemon=True)
+    # A process that ends waits for it: it would crash if XLA still compiled.
+    self._thread = threading.Thread(target=self._build, name='adapting', daemon=False)
     self._thread.start()
 
   @property
@@ -168,7 +275,10 @@ class _Prepared:
     run, place = self._args
     try:
       other = build.on_devices(run, place)
+      if memory.check(other) or self.is_given_up.is_set():
+        return
       build.compile_learner(other)
       self.run = other
-    except Exception:  # noqa: BLE001 - the run itself goes on whatever happens here
-      _logger.warning('a placement cannot be tried: %s', _described(place), exc_info=True)
+    except Exception as error:  # noqa: BLE001 - the run itself goes on whatever happens here
+      _logger.warning('%s is not tried (placement.adapt=False tries nothing): %s: %s',
+                      _described(place), type(error).__name__, options.shorten(str(error)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -150,15 +151,16 @@ class GraphProgram:
     def after(position: Position, wait_written: Callable[[], None]) -> bool:
       nonlocal at_end, reached
       snapshot = None
-      self._adapting.told(position.steps)
+      self._adapting.told(position.update, position.steps)
 
       def snapshot_of(number: int) -> Snapshot:
         nonlocal snapshot
         snapshot = snapshot or build.snapshot_at(run, position, index, first)
         return snapshot
 
-      is_over = watcher.after(Moment([position.update], [position.steps], position.sent,
-                                     wait_written, snapshot_of))
+      with self._adapting.apart():
+        is_over = watcher.after(Moment([position.update], [position.steps], position.sent,
+                                       wait_written, snapshot_of))
       if position.update == end and not is_over:
         at_end = snapshot_of(0)
       elif position.update == leg_end and not is_over:
@@ -171,7 +173,10 @@ class GraphProgram:
     try:
       self._run = leg.run
       leg_end = snapshots[0].update + leg.updates
-      with build.segment(leg.run, snapshots.pop(), leg.updates, write, events) as graph:
+      with contextlib.ExitStack() as stack:
+        with self._adapting.apart():
+          graph = stack.enter_context(
+              build.segment(leg.run, snapshots.pop(), leg.updates, write, events))
         since_s = time.perf_counter()
         loops.run(graph.workers, busy=watcher.is_saving)
         while reached is not None:
@@ -186,7 +191,11 @@ class GraphProgram:
       return
     except OtherEpisodes as error:
       raise Refused(f'{error}; --renew_envs goes on with new episodes') from None
+    except Exception as error:
+      self._adapting.explain(error)
+      raise
     self._snapshot = at_end
 
   def close(self) -> None:
-    """Does nothing: each segment has environments of its own."""
+    """Tries no further devices; each segment has closed its environments."""
+    self._adapting.close()

@@ -8,6 +8,7 @@ those of single runs.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import resource
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 
 from podracer_jit.actor import kept_envs
 from podracer_jit.actor.rollouts import ActorState
-from podracer_jit.experiment import build
+from podracer_jit.experiment import build, placing
 from podracer_jit.experiment.build import Snapshot
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.learner import sharding
@@ -61,6 +62,14 @@ def problems(experiment: Experiment, num_seeds: int, request: Request) -> Iterat
   if experiment.eval.every_updates:
     yield ('eval.every_updates: must be 0 with --num_seeds; evaluate the workdir of a seed '
            'afterwards')
+
+
+def on_one_device(experiment: Experiment) -> Experiment:
+  """Returns the experiment with one device, if the rule has chosen its devices."""
+  chosen = {name: (0,) for name in ('actor_devices', 'learner_devices')
+            if name in experiment.placement.chosen}
+  return dataclasses.replace(
+      experiment, placement=dataclasses.replace(experiment.placement, **chosen))
 
 
 def allow_open_files(num_seeds: int, tensorboard: bool) -> None:
@@ -130,8 +139,9 @@ class SeedsProgram:
     self._program = jax.jit(jax.vmap(fused, in_axes=(0, 0, None, None)), donate_argnums=(0, 1))
 
   def header(self) -> dict[str, Any]:
-    """Returns the number of seeds."""
-    return {'num_seeds': self._num_seeds}
+    """Returns the placement, and the number of seeds."""
+    return {'placement': placing.as_json(self._run.experiment.placement),
+            'num_seeds': self._num_seeds}
 
   def segment_index(self, number: int) -> int:
     """See `Program`."""

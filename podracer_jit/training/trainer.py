@@ -410,6 +410,7 @@ def opened(experiment: Experiment, workdir: Path, request: Request,
     OSError: a workdir cannot be written to.
   """
   if num_seeds is not None:
+    experiment = seeds.on_one_device(experiment)
     for problem in seeds.problems(experiment, num_seeds, request):
       raise ValueError(problem)
     seeds.allow_open_files(num_seeds, experiment.log.tensorboard)

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from podracer_jit import errors
 from podracer_jit.errors import Broken, NotSaved
 from podracer_jit.experiment.build import Snapshot
 from podracer_jit.late import loaded_late
@@ -348,10 +349,8 @@ def naming_last_good(workdir: Path) -> Iterator[None]:
   try:
     yield
   except Exception as error:
-    if str(error) and LAST_GOOD not in str(error) and error.args == (str(error),):
-      error.args = (f'{error}; {last_good(workdir)}',)
     if LAST_GOOD not in str(error):
-      error.add_note(last_good(workdir))
+      errors.extend(error, last_good(workdir))
     raise
 
 

@@ -4,6 +4,7 @@ On machines with one and two cores the placements were measured; the others are 
 """
 
 import dataclasses
+import sys
 
 import pytest
 
@@ -18,6 +19,7 @@ from podracer_jit.configs import (
 from podracer_jit.experiment import placing
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.runtime.machine import Machine
+from tests import processes
 
 CONFIGS = {'impala_atari': impala_atari, 'impala_catch': impala_catch, 'ppo_atari': ppo_atari,
            'ppo_mujoco_fast': ppo_mujoco_fast}
@@ -177,3 +179,41 @@ def test_flags_give_the_same_placement():
       "--config.placement.actor_devices='(0,1)' --config.placement.learner_devices='(0,1)' "
       '--config.placement.actors_per_device=1 --config.placement.env_threads=1 '
       '--config.placement.xla_threads=2')
+
+
+def test_one_program_is_on_several_devices_only_with_functions():
+  config = ppo_atari.get_config()
+  config.scheme = 'fused'
+  for is_function, devices in ((False, 1), (True, 2)):
+    place = placed(config, Machine(16, 8), is_function=is_function)
+    assert place.actor_devices == place.learner_devices == up_to(devices)
+    others = placing.alternatives(dataclasses.replace(
+        resolve(config), placement=place, spec=resolve(config).spec._replace(
+            is_function=is_function)), devices=16)
+    assert [other.learner_devices for other in others] == ([(0,)] if is_function else [])
+
+
+def test_threads_of_xla_do_not_follow_the_load():
+  # Programs for other numbers of threads would be compiled anew.
+  config = ppo_atari.get_config()
+  idle, loaded = (placed(config, machine) for machine in (Machine(8, 8), Machine(2, 2, busy=6)))
+  assert (idle.xla_threads, idle.num_devices) == (8, 8)
+  assert (loaded.xla_threads, loaded.num_devices) == (8, 2)
+
+
+PREPARED = """
+import os
+from podracer_jit.experiment.resolve import resolve
+from podracer_jit.configs import ppo_cartpole
+from podracer_jit.runtime import host
+from podracer_jit.runtime.machine import Machine
+host._machine.append((Machine(6, 6, busy=2), 1))
+config = ppo_cartpole.get_config()
+config.env.task = 'gymnax:CartPole-v1'
+print(resolve(config).placement.xla_threads, os.environ['NPROC'])
+"""
+
+
+def test_a_task_that_starts_jax_has_the_threads_that_its_placement_says():
+  done = processes.run([sys.executable, '-c', PREPARED])
+  assert done.stdout.split() == ['8', '8'], done.stderr

@@ -240,6 +240,37 @@ def test_processes_of_a_machine_share_its_cores_unless_each_has_its_own():
   assert list(host._shares([told('a', [0], 1)] * 3)) == [Machine(1, 1)] * 3
 
 
+def test_processes_of_a_run_do_not_count_each_other_as_load():
+  # Four processes share 16 cores, of which they kept twelve busy while they started.
+  loaded = Machine(4, 4, busy=12)
+  sharing = [('a', list(range(16)), list(loaded))] * 4
+  assert list(host._shares(sharing)) == [Machine(4, 4)] * 4
+  # The load of a process with cores of its own is that of others.
+  assert list(host._shares([('b', [0, 1, 2, 3], list(Machine(3, 3, busy=1)))])) == [
+      Machine(3, 3, busy=1)]
+
+
+ASKED = """
+import os
+import sys
+os.environ['XLA_FLAGS'] = sys.argv[3]
+import jax
+from podracer_jit.runtime import host
+from podracer_jit.runtime.placement import PlacementOptions
+jax.config.update('jax_num_cpu_devices', int(sys.argv[1]))
+host.prepare_host(PlacementOptions(), deterministic=True, devices=int(sys.argv[2]))
+print(jax.device_count())
+"""
+
+
+@pytest.mark.parametrize('config, flags, needed, devices', [
+    (-1, '', 2, 2), (5, '', 2, 5), (-1, '--xla_force_host_platform_device_count=6', 2, 6),
+    (3, '--xla_force_host_platform_device_count=4', 2, 4), (3, '', 4, 4)])
+def test_a_user_gets_the_devices_that_were_asked_for(config, flags, needed, devices):
+  done = processes.run([sys.executable, '-c', ASKED, str(config), str(needed), flags])
+  assert done.stdout.split() == [str(devices)], done.stderr
+
+
 def test_jax_tells_of_each_compilation():
   told = []
   jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: told.append(event))

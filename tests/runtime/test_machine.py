@@ -56,6 +56,7 @@ def test_cores_that_others_use_do_not_count(monkeypatch):
   # In ten seconds 8 cores were busy for 34, of which this process took 4: three cores are not free.
   monkeypatch.setattr(machine, '_times', lambda: machine._Times(110.0, 84.0, 5.0))
   assert machine.here().cores == 5
+  assert machine.here().allowed == 8
   # At most half of the cores count.
   monkeypatch.setattr(machine, '_times', lambda: machine._Times(110.0, 129.0, 1.0))
   assert machine.here().cores == 4
@@ -63,7 +64,7 @@ def test_cores_that_others_use_do_not_count(monkeypatch):
   monkeypatch.setattr(machine, 'quota', lambda: 5.0)
   assert machine.here().cores == 4
   monkeypatch.setattr(machine, 'quota', lambda: 3.0)
-  assert machine.here().cores == 3
+  assert machine.here().cores == machine.here().allowed == 3
   monkeypatch.setattr(machine, 'quota', lambda: math.inf)
   # Four cores of two threads each: half of the cores is two.
   monkeypatch.setattr(
@@ -124,3 +125,4 @@ def test_no_plugin_no_gpus(monkeypatch):
 def test_the_smallest_of_several_machines():
   assert machine.smallest([Machine(8, 4, 2, tpus=1), Machine(4, 4, 1, 6, tpus=4),
                            Machine(16, 8, 4, 8, tpus=8)]) == Machine(4, 4, 1, 6, tpus=1)
+  assert machine.smallest([Machine(8, 4), Machine(4, 4, busy=2)]) == Machine(4, 4, busy=2)

@@ -1,7 +1,9 @@
 """Programs with simulators are stored, and loaded for other simulators."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import math
 import os
 import shutil
 import subprocess
@@ -11,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import config as jax_config
 from numpy.testing import assert_array_equal
 
 from podracer_jit.actor.rollout_program import RolloutProgram
@@ -179,6 +182,55 @@ def test_another_process_reads_the_program(folder):
   assert len(list(folder.iterdir())) == 1
   assert compiled() < before
   assert len(list(folder.iterdir())) == 1
+
+
+COMPILE = """
+import sys
+import jax
+from podracer_jit.runtime import host, stored_programs
+from podracer_jit.runtime.placement import PlacementOptions
+stored_programs.processor = lambda: sys.argv[1]
+host.prepare_host(PlacementOptions(xla_threads=int(sys.argv[2])), deterministic=True)
+jax.jit(lambda x: x @ x)(jax.numpy.ones((8, 8)))
+"""
+
+
+def test_programs_of_a_shared_folder_are_for_a_processor_and_its_threads(tmp_path):
+  def compiled(processor, threads):
+    environment = os.environ | {'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'cache'),
+                                'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
+    subprocess.run([sys.executable, '-c', COMPILE, processor, str(threads)], env=environment,
+                   check=True)
+    return {path.name for path in (tmp_path / 'cache').glob('*-cache')}
+
+  first = compiled('one', 2)
+  assert first and compiled('one', 2) == first
+  second = compiled('another', 2)
+  assert len(second) == 2 * len(first)
+  assert len(compiled('another', 4)) == 3 * len(first)
+
+
+def test_the_own_cache_is_for_a_processor_and_its_threads(folder, monkeypatch):
+  play([1], kept={})
+  others = dict(processor=lambda: 'another', surroundings=lambda: ('one', 2, '4'))
+  for name, value in others.items():
+    before = set(folder.iterdir())
+    with monkeypatch.context() as patch:
+      patch.setattr(stored_programs, name, value)
+      play([1], kept={})
+    assert set(folder.iterdir()) > before
+
+
+def test_programs_of_other_threads_are_kept_meanwhile():
+  def least():
+    return jax_config.persistent_cache_min_compile_time_secs.value
+
+  before = least()
+  with concurrent.futures.ThreadPoolExecutor(1) as other:
+    with stored_programs.outside_of_jax_cache():
+      assert least() == math.inf
+      assert other.submit(least).result() == before
+  assert least() == before
 
 
 @pytest.mark.parametrize('can_exchange', [True, False])

@@ -1,6 +1,13 @@
 """Runs that change their devices while they train have the bits of runs that do not."""
 
+import collections
+import dataclasses
+import itertools
 import json
+import signal
+import subprocess
+import sys
+import threading
 
 import pytest
 
@@ -19,8 +26,9 @@ def receipts_of(workdir):
 @pytest.fixture
 def eager(monkeypatch):
   """Has runs try other devices at once, in legs of a few updates, and keep each."""
-  for name, value in dict(LEAST_S=0.0, _LEG_S=1e-3, _LEG_UPDATES=3, _FIRST_UPDATES=3,
-                          _SHARE=1e9, _GAIN=0.0).items():
+  for name, value in dict(LEAST_S=0.0, _LEG_S=1e-3, _LEG_CALLS=4, _FIRST_CALLS=4,
+                          _SHARE=1e9, _FAR_SLOWER=1e9, _PAIRS=2, _NOT_SLOWER=0.0,
+                          _GAIN=0.0).items():
     monkeypatch.setattr(adapting, name, value)
 
 
@@ -61,6 +69,200 @@ def test_a_run_that_adapts_can_be_stopped_and_goes_on(tmp_path, eager, legs):
   assert len({leg.run.experiment.placement.learner_devices for leg in legs}) > 1
   assert runs.train(runs.fresh(runs.changed(config, placement__adapt=False)), tmp_path / 'plain')
   assert receipts_of(tmp_path / 'stopped') == receipts_of(tmp_path / 'plain')
+
+
+def test_one_program_moves_to_several_devices_and_back(tmp_path, eager, legs):
+  config = runs.small(num_shards=2, num_grad_shards=2, total_steps=12_000) | {'scheme': 'fused'}
+  config = runs.changed(config, env__task='gymnax:CartPole-v1', env__renew_every_updates=0,
+                        placement__updates_per_call=2)
+  assert runs.train(runs.fresh(config), tmp_path / 'adapted')
+  assert {leg.run.experiment.placement.learner_devices for leg in legs} == {(0,), (0, 1)}
+  # Calls of two updates: a leg is a number of calls, and its end is told.
+  assert {leg.updates % 2 for leg in legs[:-1]} == {0}
+  assert runs.train(runs.fresh(runs.changed(config, placement__adapt=False)), tmp_path / 'plain')
+  assert receipts_of(tmp_path / 'adapted') == receipts_of(tmp_path / 'plain')
+
+
+class Clock:
+  """The time of a run whose updates take as long as its devices need."""
+
+  def __init__(self, monkeypatch, seconds):
+    self.now = 100.0
+    self.seconds = seconds  # of an update, by the number of learner devices
+    monkeypatch.setattr(adapting.time, 'perf_counter', lambda: self.now)
+
+  def make(self, chooser, leg, update):
+    """Makes the updates of a leg; returns the last one."""
+    took = self.seconds(leg.run.experiment.placement)
+    last = update + leg.updates
+    for number in range(update + 1, last + 1):
+      self.now += took
+      chooser.told(number, 1000 * number)
+    return last
+
+
+class Ready:
+  """A run on other devices that was built at once."""
+
+  def __init__(self, run, place):
+    self.run = dataclasses.replace(
+        run, experiment=dataclasses.replace(run.experiment, placement=place))
+    self.is_done = True
+    self.is_given_up = threading.Event()
+
+
+def trial(monkeypatch, seconds, total_steps=10_000_000, start_s=0.0):
+  """Returns the placements of the legs that were tried, with their updates, and what was said.
+
+  Args:
+    monkeypatch: of the test.
+    seconds: that an update takes with a placement.
+    total_steps: of the run, with 1,000 steps an update.
+    start_s: seconds that each change of devices takes.
+  """
+  monkeypatch.setattr(adapting, '_Prepared', Ready)
+  config = runs.changed(runs.small(num_shards=2, num_grad_shards=2), total_steps=total_steps)
+  run = runs.fresh(config)
+  clock = Clock(monkeypatch, seconds)
+  said = []
+  chooser = adapting.Adapting(run, said.append)
+  taken = []
+  update, before = 0, run
+  while (leg := chooser.next()).updates < adapting.INT32_MAX:
+    place = leg.run.experiment.placement
+    if leg.run is not before:
+      clock.now += start_s
+    before = leg.run
+    taken.append((place.actor_devices, place.learner_devices, leg.updates))
+    update = clock.make(chooser, leg, update)
+    assert len(taken) < 200
+  return run.experiment.placement, leg.run.experiment.placement, taken, said
+
+
+def test_the_faster_devices_are_kept(monkeypatch):
+  def seconds(place):
+    return 0.9 if place.learner_devices == (0, 1) else 1.0
+
+  own, kept, taken, (said,) = trial(monkeypatch, seconds)
+  assert own.learner_devices == (0,) and kept.learner_devices == (0, 1)
+  assert f'learner_devices={kept.learner_devices} is the fastest' in said
+  # Legs of twelve updates in four pairs, which begin with either.
+  first = [(learners, updates) for _, learners, updates in taken if updates == 12]
+  assert first[:8] == [((0, 1), 12), ((0,), 12), ((0,), 12), ((0, 1), 12)] * 2
+
+
+def test_slower_devices_are_given_up_after_a_pair(monkeypatch):
+  def seconds(place):
+    return 1.0 if place.actor_devices == place.learner_devices == (0,) else 1.2
+
+  own, kept, taken, _ = trial(monkeypatch, seconds)
+  assert kept is own
+  by_place = collections.Counter(place for *place, updates in taken if updates == 12
+                                 for place in [tuple(place)])
+  del by_place[(0,), (0,)]
+  assert set(by_place.values()) == {1}
+  # Far slower ones after a few updates.
+  _, _, taken, _ = trial(monkeypatch, lambda place: 1.0 if place == own else 2.0)
+  assert {updates for *place, updates in taken if place != [(0,), (0,)]} == {4}
+
+
+@pytest.mark.parametrize('start_s', [0.0, 3.0, 30.0])
+def test_trials_take_at_most_their_share(monkeypatch, start_s):
+  # Half an hour is left: 36 s may be spent.
+  def seconds(place):
+    return 1.0 if place.actor_devices == place.learner_devices == (0,) else 1.1
+
+  own, kept, taken, _ = trial(monkeypatch, seconds, total_steps=1_800_000, start_s=start_s)
+  lost = sum(0.1 * updates for *place, updates in taken if place != [(0,), (0,)])
+  switches = sum(a[:2] != b[:2] for a, b in itertools.pairwise(taken))
+  # A change that begins within the share may end beyond it.
+  assert lost + start_s * switches <= 36 + 2 * start_s
+  assert kept is own
+
+
+def test_what_does_not_depend_on_the_devices_does_not_count(monkeypatch):
+  run = runs.fresh(runs.small(num_shards=2, num_grad_shards=2))
+  clock = Clock(monkeypatch, lambda place: 1.0)
+  chooser = adapting.Adapting(run, print)
+  chooser.next()
+  for update in range(1, 17):
+    clock.now += 1.0
+    chooser.told(update, update)
+    with chooser.apart():
+      clock.now += 50.0
+  assert chooser._seconds() == 1.0
+
+
+def test_devices_without_enough_memory_are_not_tried(tmp_path, eager, legs, monkeypatch, caplog):
+  config = runs.small(num_shards=2, num_grad_shards=2, total_steps=4000)
+  monkeypatch.setattr(adapting.memory, 'check', lambda run: ['nearly all of it'])
+  assert runs.train(runs.fresh(config), tmp_path / 'run')
+  assert {leg.run.experiment.placement.learner_devices for leg in legs} == {(0,)}
+  assert not caplog.records
+
+  def refuse(run):
+    raise ValueError('env.num_envs: does not fit')
+
+  monkeypatch.setattr(adapting.memory, 'check', refuse)
+  assert runs.train(runs.fresh(config), tmp_path / 'other')
+  assert {leg.run.experiment.placement.learner_devices for leg in legs} == {(0,)}
+  assert 'placement.adapt=False' in caplog.messages[0]
+  assert caplog.messages[0].endswith('ValueError: env.num_envs: does not fit')
+
+
+def test_an_error_on_devices_that_are_tried_says_so(tmp_path, eager, legs, monkeypatch):
+  config = runs.small(num_shards=2, num_grad_shards=2, total_steps=4000)
+  told = adapting.Adapting.told
+
+  def fail(self, *args):
+    if self._is_trial:
+      raise RuntimeError('RESOURCE_EXHAUSTED')
+    told(self, *args)
+
+  monkeypatch.setattr(adapting.Adapting, 'told', fail)
+  with pytest.raises(RuntimeError, match='RESOURCE_EXHAUSTED; .* placement.adapt=False turns off'):
+    runs.train(runs.fresh(config), tmp_path / 'run')
+
+
+COMPILING = """
+import sys
+import time
+import jax
+import jax.numpy as jnp
+from podracer_jit.cli import main
+from podracer_jit.experiment import build
+from podracer_jit.training import adapting
+
+def compile_long(run):
+  print('compiling', file=sys.stderr, flush=True)
+  until = time.monotonic() + 4
+  n = 0
+  while time.monotonic() < until:
+    n += 1
+    x = jnp.ones((4, 4))
+    jax.jit(lambda x: jax.lax.fori_loop(0, n, lambda i, x: jnp.sort(jnp.tanh(x @ x) + i), x)).lower(
+        x).compile()
+  print('compiled', file=sys.stderr, flush=True)
+
+build.compile_learner = compile_long
+adapting.LEAST_S, adapting._LEG_S, adapting._FIRST_CALLS, adapting._SHARE = 0.0, 1e-3, 4, 1e9
+sys.argv = ['podracer_jit', *sys.argv[1:]]
+main.run()
+"""
+
+
+def test_a_signal_while_other_devices_compile_ends_the_run_as_any_other(tmp_path):
+  command = [sys.executable, '-c', COMPILING, '--config=impala_catch', '--config.num_shards=2',
+             '--config.num_grad_shards=2', f'--workdir={tmp_path / "run"}']
+  process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+  lines = []
+  for line in process.stderr:
+    lines.append(line)
+    if line == 'compiling\n':
+      process.send_signal(signal.SIGTERM)
+  process.stdout.read()
+  assert process.wait() == 3, lines
+  assert lines[-1] == 'compiled\n'
 
 
 def test_on_accelerators_only_actors_move(monkeypatch):

@@ -152,6 +152,7 @@ def test_a_workdir_of_a_seed_is_that_of_a_run(three):
     headers = [line for line in journal.read_lines(workdir / journal.RECEIPTS)
                if 'segment' in line]
     assert [header['num_seeds'] for header in headers] == [3] * len(headers)
+    assert all(header['placement']['learner_devices'] == [0] for header in headers)
     assert [header['first_update'] for header in headers] == [1]
 
 
@@ -229,6 +230,17 @@ def test_a_workdir_of_another_experiment_is_refused(tmp_path, three):
     train(config, tmp_path, 2)
   finished, by_seed = train(config, tmp_path, 2, options=make_request(extend=True))
   assert finished and all(metrics[-1]['steps'] >= config['total_steps'] for metrics, _ in by_seed)
+
+
+@pytest.mark.parametrize('chosen, devices', [
+    (('actor_devices', 'learner_devices'), (0,)), ((), (0, 1))])
+def test_seeds_have_one_device_unless_the_config_sets_several(chosen, devices):
+  # As on a machine whose rule chooses several.
+  experiment = resolve(config_of())
+  place = dataclasses.replace(experiment.placement, actor_devices=(0, 1), learner_devices=(0, 1),
+                              chosen=chosen)
+  place = seeds.on_one_device(dataclasses.replace(experiment, placement=place)).placement
+  assert place.actor_devices == place.learner_devices == devices
 
 
 @pytest.mark.parametrize('num_seeds, fields, message', [
