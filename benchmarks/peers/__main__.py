@@ -52,6 +52,7 @@ from benchmarks import processes
 from benchmarks.peers import tasks, venvs
 from benchmarks.peers.table import failures, table
 from benchmarks.peers.tasks import CASES, OURS, PEERS, TASKS, Measurement
+from benchmarks.versions import commit
 from podracer_jit.experiment.flags import parse
 from podracer_jit.parts import user_path
 from podracer_jit.workdir import record
@@ -247,11 +248,12 @@ def environment_of(threads: int) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-  """Returns the processor, the cores that this process may use, and our versions."""
+  """Returns the processor, the cores that this process may use, our commit and versions."""
   lines = Path('/proc/cpuinfo').read_text().splitlines()
   model = next((line.partition(':')[2].strip() for line in lines
                 if line.startswith('model name')), 'unknown')
-  return dict(cpu=model, cores=len(os.sched_getaffinity(0)), versions=record.versions())
+  return dict(cpu=model, cores=len(os.sched_getaffinity(0)), commit=commit(),
+              versions=record.versions())
 
 
 def chosen(flag: str, value: str, known: Sequence[str]) -> list[str]:

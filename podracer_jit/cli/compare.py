@@ -117,6 +117,10 @@ def header_differences(headers_a: Sequence[dict], headers_b: Sequence[dict]) -> 
     if a.get('canary') != b.get('canary'):
       lines.append(f'{where}the machines round differently: the same gradient has the fingerprint '
                    f'{shorten(str(a.get("canary")))} in A and {shorten(str(b.get("canary")))} in B')
+    flags = [str(header.get(journal.XLA_FLAGS, '')) for header in (a, b)]
+    if flags[0] != flags[1]:
+      lines.append(f'{where}XLA_FLAGS were {shorten(flags[0])!r} in A and {shorten(flags[1])!r} '
+                   'in B')
     lines += [f'{where}{shorten(name)} was {shorten(str(was))} in A and {shorten(str(now))} in B'
               for name, was, now in _version_pairs(a, b) if was != now]
   return lines

@@ -8,6 +8,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,8 +93,9 @@ def run() -> None:
     complain('podracer_jit: interrupted')
     code = INTERRUPTED
   give_up_lost_streams()
-  if code == FAILED:
-    # A normal exit would let libraries print errors about open resources below the message.
+  if code == FAILED or any(thread.name == stopping.BESIDE for thread in threading.enumerate()):
+    # A normal exit would let libraries print errors about open resources below the message, or wait
+    # for a compilation.
     os._exit(code)
   # The interpreter looks for unreachable objects as it ends: almost a second with JAX's objects.
   gc.freeze()

@@ -196,9 +196,17 @@ def _problems_of_devices(experiment: Experiment, place: placement.Placement) -> 
     yield (f'scheme: {name} is for one process, not {place.processes}; {", ".join(able)} take '
            'several')
   if (scheme.alone or scheme.colocated) and place.actors != place.workers:
+    able = [other_name for other_name, other in SCHEMES.items()
+            if not (other.alone or other.colocated) and other.replay == scheme.replay]
     yield (f'scheme: {name} acts where it learns; with actor_platform = '
-           f'{experiment.placement.actor_platform} actors are on {place.actors}, learners on '
-           f'{place.workers}')
+           f'{experiment.placement.actor_platform} actors are on {_kinds(place.actors)}, learners '
+           f'on {_kinds(place.workers)}; schemes whose actors may have other devices: '
+           f'{", ".join(able)}')
+
+
+def _kinds(devices: Sequence[jax.Device]) -> str:
+  """Returns the platform of some devices with their numbers, such as 'cpu 0, 1'."""
+  return f'{devices[0].platform} {", ".join(str(device.id) for device in devices)}'
 
 
 def check_network(experiment: Experiment) -> None:
@@ -609,6 +617,8 @@ class Events(NamedTuple):
   # Called by the thread that learns, after each call of updates, with the position, and a function
   # that waits until all reports are written; whether the segment ends here.
   after: Callable[[wiring.Position, Callable[[], None]], bool] = lambda position, wait: False
+  # What environments are made in.
+  starting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 _NO_EVENTS = Events()
@@ -659,10 +669,11 @@ def segment(run: Run, snapshot: Snapshot, updates: int, report: Callable[[Report
   """
   with contextlib.ExitStack() as stack:
     try:
-      if run.crew:
-        actors = run.crew.actors(snapshot.segment, events.stop)
-      else:
-        actors = make_actors(run, snapshot, stack, events.stop, events.replaying)
+      with events.starting():
+        if run.crew:
+          actors = run.crew.actors(snapshot.segment, events.stop)
+        else:
+          actors = make_actors(run, snapshot, stack, events.stop, events.replaying)
       yield _Graphs(report, events, stack).wire(run, actors, snapshot.whole(), updates)
     except loops.Stuck:
       # To close the environments would wait for those threads, and to free them would crash them.

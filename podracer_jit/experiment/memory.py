@@ -171,15 +171,14 @@ def _learner_parts(run: build.Run, state_bytes: int) -> list[Part]:
 
 def _actors(run: build.Run) -> int:
   """Returns the number of actors of the run, in all processes."""
-  return 1 if run.experiment.scheme.graph.one_program else (
-      len(run.place.actors) * run.place.processes)
+  return len(run.place.actors) * run.place.processes
 
 
 def _actor_devices(run: build.Run) -> tuple[jax.Device, ...]:
   """Returns the device of each of this process's actors; those of a cluster have their own."""
   if run.experiment.placement.is_remote:
     return ()
-  return run.place.actors[:1] if run.experiment.scheme.graph.one_program else run.place.actors
+  return run.place.actors
 
 
 def _optimizer_devices(run: build.Run) -> Sequence[jax.Device]:

@@ -70,7 +70,7 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
     if may_start_jax(env.task):
       machine = host.machine()[0]
       place = parts_of['placement'][0]
-      if place.auto and not place.xla_threads:
+      if place.auto and not place.is_remote and not place.xla_threads:
         place = dataclasses.replace(place, xla_threads=placing.xla_threads(machine))
       devices = placing.most_devices(fields['num_shards'], fields['num_grad_shards'], machine)
       host.prepare_host_for_any(place, parts_of['numerics'][0].deterministic, devices)

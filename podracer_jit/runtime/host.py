@@ -43,11 +43,8 @@ def prepare_host(options: PlacementOptions, deterministic: bool, devices: int = 
     ValueError: JAX has started with fewer devices, with a single thread, or with other kernels.
   """
   _choose_kernels(deterministic)
-  if started_devices() is None:
-    devices = max(options.num_devices, devices)
-  else:
-    devices = options.num_devices
-  _prepare(options, devices)
+  needed = _cpu_devices(options)
+  _prepare(options, max(needed, devices) if started_devices() is None else needed)
 
 
 def prepare_host_for_any(options: PlacementOptions, deterministic: bool, devices: int = 1
@@ -64,7 +61,17 @@ def prepare_host_for_any(options: PlacementOptions, deterministic: bool, devices
   """
   with contextlib.suppress(ValueError):
     _choose_kernels(deterministic)
-    _prepare(options, max(options.num_devices, devices))
+    _prepare(options, max(_cpu_devices(options), devices))
+
+
+def _cpu_devices(options: PlacementOptions) -> int:
+  """Returns the CPU devices that a process must have for a placement."""
+  each, _ = machine()
+  # Unused devices cost nothing.
+  if not each.accelerators or started_devices() is None:
+    return options.num_devices
+  # Learners are on accelerators, and so are actors, unless their platform is named.
+  return 1 + max(options.actor_devices, default=0) if options.actor_platform == 'cpu' else 1
 
 
 def _prepare(options: PlacementOptions, devices: int) -> None:
@@ -84,7 +91,7 @@ def _prepare(options: PlacementOptions, devices: int) -> None:
           'process') from None
     # The error names the field that the user set.
     field = 'actor_devices'
-    if max(options.learner_devices, default=0) > max(options.actor_devices, default=0):
+    if max(options.learner_devices, default=0) + 1 == devices:
       field = 'learner_devices'
     raise ValueError(
         f'placement.{field}: {shown(getattr(options, field))} needs {devices} devices in a '
@@ -140,13 +147,14 @@ def _set_sizes(threads: int, devices: int) -> None:
   Raises:
     RuntimeError: JAX has started already.
   """
-  jax.config.update('jax_num_cpu_devices', max(devices, _devices_of_user()))
+  devices = max(devices, _devices_of_user())
+  jax.config.update('jax_num_cpu_devices', devices)
   # XLA takes the size of its CPU thread pool from here; a user's PJRT_NPROC would count more.
   os.environ['NPROC'] = str(threads)
   os.environ.pop('PJRT_NPROC', None)
   if not _sizes:
     jax.monitoring.register_event_duration_secs_listener(_give_back_memory)
-    stored_programs.name_by_surroundings()
+    stored_programs.name_by_processor()
   _sizes.update(threads=threads, devices=devices)
   _keep_programs()
 
@@ -330,9 +338,9 @@ def _shares(told: Sequence[tuple[str, Sequence[int], Sequence[Any]]]) -> Iterato
     if sharing == 1:
       yield own
       continue
-    # Cores that are busy are so because of each other.
+    # Each has counted the others as load.
     share = max(1, own.allowed // sharing)
-    yield own._replace(cores=share, near=min(own.near + own.busy, share), busy=0)
+    yield own._replace(cores=share, near=min(own.near, share), busy=0)
 
 
 def _check_numbers(num_processes: int | None, process_id: int | None, timeout_s: int) -> None:

@@ -20,7 +20,7 @@ class Machine(NamedTuple):
   """Resources to which a placement is fitted."""
 
   cores: int  # that this process may use and that others leave idle, at least 1
-  near: int  # the most of them that share a cache (of the third level)
+  near: int  # the most cores, idle or not, that share a cache (of the third level)
   gpus: int = 0
   devices: int | None = None  # CPU devices with which JAX has started; None: it has not
   tpus: int = 0
@@ -50,7 +50,7 @@ def here(devices: int | None = None) -> Machine:
   # Others may have their own share of what a control group leaves.
   allowed = max(1, math.floor(min(len(cores), quota())))
   usable = max(1, min(allowed, len(cores) - _load_of_others(len(cores) / 2)))
-  return Machine(usable, min(usable, max(by_cache.values())), num_gpus(), devices,
+  return Machine(usable, min(allowed, max(by_cache.values())), num_gpus(), devices,
                  num_tpus(), allowed - usable)
 
 

@@ -296,7 +296,10 @@ def scatter(trees: Sequence[Any], first_env: int, num_envs: int, mesh: Mesh) -> 
   local = _local(mesh)
   parts = [[] for _ in local]
   for tree in trees:
-    width = jax.tree.leaves(tree)[0].shape[1]
+    first = jax.tree.leaves(tree)[0]
+    width = first.shape[1]
+    # One program cuts what is on a device; NumPy's slices copy nothing.
+    envs_of = _envs_on_device if isinstance(first, jax.Array) else _envs
     for part, (d, device) in zip(parts, local, strict=True):
       # Environments that the tree and the device have in common.
       low = max(first_env, d * share)
@@ -304,10 +307,17 @@ def scatter(trees: Sequence[Any], first_env: int, num_envs: int, mesh: Mesh) -> 
       if low < high:
         cut = tree
         if high - low < width:
-          cut = jax.tree.map(lambda x, a=low - first_env, b=high - first_env: x[:, a:b], tree)
+          cut = envs_of(tree, low - first_env, high - first_env)
         part.append(cut if _is_on(cut, device) else jax.device_put(cut, device))
     first_env += width
   return Slices(tuple(tuple(p) for p in parts))
+
+
+def _envs(tree: Any, low: int, high: int) -> Any:
+  return jax.tree.map(lambda x: x[:, low:high], tree)
+
+
+_envs_on_device = jax.jit(_envs, static_argnums=(1, 2))
 
 
 def by_env(mesh: Mesh) -> NamedSharding:

@@ -176,7 +176,7 @@ def processor() -> str:
   return hashlib.sha256('\n'.join(features).encode()).hexdigest()[:12]
 
 
-def surroundings() -> tuple[str, int, str | None]:
+def processor_and_threads() -> tuple[str, int, str | None]:
   """Returns the processor, its threads and those of XLA's pool.
 
   XLA splits some loops over as many threads as there are in both.
@@ -184,13 +184,13 @@ def surroundings() -> tuple[str, int, str | None]:
   return processor(), len(os.sched_getaffinity(0)), os.environ.get('NPROC')
 
 
-def name_by_surroundings() -> None:
-  """Adds `surroundings` to the names of programs in JAX's compilation cache; call it once.
+def name_by_processor() -> None:
+  """Adds `processor_and_threads` to the names of programs in JAX's compilation cache; call it once.
 
   Otherwise machines that share a folder would take each other's programs.
   """
   given = cache_key.custom_hook
-  cache_key.custom_hook = lambda: f'{given()} {surroundings()}'
+  cache_key.custom_hook = lambda: f'{given()} {processor_and_threads()}'
 
 
 def make_private(folder: Path) -> None:
@@ -273,7 +273,7 @@ def _file(text: str, lowered: jax.stages.Lowered, addresses: Sequence[int], devi
   # All that the result of the compiler depends on.
   parts = (without_addresses, lowered.args_info, lowered.out_tree, device.device_kind,
            jax.__version__, importlib.metadata.version('jaxlib'), os.environ.get('XLA_FLAGS'),
-           *surroundings())
+           *processor_and_threads())
   name = hashlib.sha256('\n'.join(map(str, parts)).encode()).hexdigest()
   return Path(folder) / _FOLDER / f'{name}-cache'
 

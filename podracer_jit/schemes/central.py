@@ -172,7 +172,8 @@ def _centre(plan: Plan, start: SegmentStart, workers: int, actors: int) -> Calla
 
   def fire(carry: ParameterServerState, item: Versioned):
     message = item.value
-    train, results = programs.step(carry.train, message.groups)
+    with jax.profiler.StepTraceAnnotation('update', step_num=start.update + carry.updates + 1):
+      train, results = programs.step(carry.train, message.groups)
     delays = (item.version - message.collected, carry.version - item.version)  # CGD, GUD
     steps = [*carry.steps[message.worker], (results, delays)]
     ends_update = message.batch_stats is not None

@@ -6,7 +6,7 @@ This is Ape-X (1803.00933).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ class State(NamedTuple):
 
   train: TrainState
   update: int  # a copy of `train.update` on the host
+  gradient_steps: int  # likewise
   late: float = 0.0  # mean age of the last rollouts when they arrived, in gradient steps
 
 
@@ -46,7 +47,8 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   mesh = plan.place.mesh
   learner = plan.learner
   group_envs = learner.source.groups.envs
-  params = wiring.parameters(plan, actors, start, number(start.state.target.gradient_steps))
+  first = number(start.state.target.gradient_steps)
+  params = wiring.parameters(plan, actors, start, first)
   side_by_side = jax.jit(from_rollouts.concatenate)
   rate = learner.rate_limiter(plan.num_envs * learner.algorithm.parts.unroll_length, len(actors))
   inbox = DrainQueue('rollouts', len(actors), rate.wants, lambda item: (
@@ -57,27 +59,30 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
     state = carry.train
     # Valid rows, and the fingerprint, of all experience that this firing adds.
     added = nothing
-    before = number(state.target.gradient_steps)
-    ages = [before - item.version for item in arrived.value]
+    ages = [carry.gradient_steps - item.version for item in arrived.value]
     late = sum(ages) / len(ages) if ages else carry.late
 
     with jax.profiler.TraceAnnotation('add'):
       for first_env, new in (item.value for item in arrived.value):
         state, counts = learner.programs.insert(state, new, np.int32(first_env // group_envs))
-        added = jax.tree.map(jnp.add, added, counts)
-      rate.count(number(added[0]), 0)
+        added = _sum(added, counts)
+      if arrived.value:
+        rate.count(number(added[0]), 0)
 
     with jax.profiler.StepTraceAnnotation('learn', step_num=carry.update + 1):
       count = learner.gradient_steps if rate.may_draw() else 0
       state, metrics = learner.programs.learn(state, np.int32(count), *added)
-    rate.count(0, number(metrics['sampled'][0]))
-
-    version = number(state.target.gradient_steps)
-    episodes = [new.episodes for _, new in (item.value for item in arrived.value)]
-    metrics['episodes'] = _end_to_end(jax.device_get(episodes))
+    # One transfer for all that the host needs to know.
+    with jax.profiler.TraceAnnotation('make: gradient steps'):
+      sampled, version, episodes = jax.device_get((
+          metrics['sampled'][0], state.target.gradient_steps,
+          [item.value[1].episodes for item in arrived.value]))
+    rate.count(0, int(sampled))
+    version = int(version)
+    metrics['episodes'] = _end_to_end(episodes)
     new_params = Versioned(learner.algorithm.for_actors(state), version)
     report = Versioned(Report(metrics, 1, (learner.mean_cgd(late),), (0.0,)), version)
-    return State(state, carry.update + 1, late), [*[new_params] * len(params), report]
+    return State(state, carry.update + 1, version, late), [*[new_params] * len(params), report]
 
   # The replay of a group must get the experience of its own environments, whenever it arrives.
   def tagged(worker: Worker, first_env: int) -> Worker:
@@ -88,7 +93,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
     return worker._replace(fire=fire)
 
   # The learner ends the run; actors go on until then.
-  draws = Worker('learner', fire, State(start.state, start.update), [Endpoint(inbox)],
+  draws = Worker('learner', fire, State(start.state, start.update, first), [Endpoint(inbox)],
                  [Endpoint(channel) for channel in (*params, reports)], start.updates,
                  lambda carry: start.after(wiring.Position(carry.train, carry.update)))
   acts = [wiring.actor(plan, i, actor, start, p, inbox, 2**62,
@@ -96,6 +101,11 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
           for i, (actor, p) in enumerate(zip(actors, params, strict=True))]
   acts = [tagged(worker, actor.first_env) for worker, actor in zip(acts, actors, strict=True)]
   return [*acts, draws], wiring.waits(params, [inbox] * len(actors))
+
+
+@jax.jit
+def _sum(a: Any, b: Any) -> Any:
+  return jax.tree.map(jnp.add, a, b)
 
 
 def _end_to_end(episodes: Sequence[Episodes]) -> Episodes:

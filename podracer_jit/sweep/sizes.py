@@ -49,7 +49,8 @@ def check(groups: Sequence[Sequence[Member]], configs: Mapping[str, Any]) -> Che
       _check_equal(first.config, configs.get(first.config), now[first.config])
     try:
       experiment = resolve(fields_of(first._replace(num_seeds=None).arguments()))
-      in_one = bool(others) and not any(seeds.problems(experiment, 1 + len(others), Request()))
+      in_one = bool(others) and not any(seeds.problems(
+          seeds.on_one_device(experiment), 1 + len(others), Request()))
       size = _size(experiment, by_spec)
       evaluates = evaluates and experiment.eval.every_updates > 0
     except ValueError as error:

@@ -23,6 +23,7 @@ from podracer_jit.experiment import build, memory, placing
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.options import INT32_MAX
 from podracer_jit.runtime.placement import PlacementOptions
+from podracer_jit.training import stopping
 
 _logger = logging.getLogger(__name__)
 
@@ -35,11 +36,14 @@ _SHARE = 0.02
 _LEG_S = 5.0
 _LEG_CALLS = 12
 _FIRST_CALLS = 16
-# Calls of a leg that shows whether a placement is far slower, by which factor that is, and how
-# often a leg is begun that the end of a segment cuts short.
-_PROBE_CALLS = 4
+# Least calls of a leg that shows whether a placement is far slower, and their share of a whole leg;
+# by which factor that is; and how often a leg is begun that the end of a segment cuts short.
+_PROBE_CALLS = 6
+_PROBE_SHARE = 0.125
 _FAR_SLOWER = 1.5
 _MOST_TRIES = 3
+# Seconds that a program may take to compile where that cannot be done beside the training.
+_COMPILE_S = 60.0
 # A placement is kept if each of so many pairs of legs says that it is faster, and their median by
 # this factor.
 _PAIRS = 4
@@ -58,7 +62,7 @@ class _Mark(NamedTuple):
   """The end of a call of updates."""
 
   seconds: float  # of the clock that leaves out what does not depend on the placement
-  update: int
+  update: int  # the last one
   steps: int  # valid ones that the run has learned from
 
 
@@ -83,11 +87,13 @@ class Adapting:
         experiment.scheme.graph.one_program) else 1
     self._legs: Iterator[Leg] | None = self._plan() if candidates(experiment) else None
     self._marks: list[_Mark] = []  # of the leg
+    self._update = 0  # the last one of which this was told
+    self._asked = 0  # updates of the leg, if nothing cuts it short
     self._apart_s = 0.0
     self._own_s = 0.0  # seconds of an update on the fastest devices; 0: unknown
     self._left_to_spend_s = float('inf')
     self._prepared: _Prepared | None = None
-    self._is_trial = False
+    self._is_trial = False  # whether the leg is on devices that are only tried
 
   def next(self) -> Leg:
     """Returns the next leg; the run has made all updates of the one before."""
@@ -106,6 +112,7 @@ class Adapting:
       update: the last update.
       steps: valid steps that the run has learned from.
     """
+    self._update = update
     if self._legs:
       self._marks.append(_Mark(self._now(), update, steps))
 
@@ -119,9 +126,12 @@ class Adapting:
       self._apart_s += time.perf_counter() - began_s
 
   def explain(self, error: BaseException) -> None:
-    """Adds to the error of a leg that it was on devices that were only tried."""
-    if self._is_trial:
-      errors.extend(error, 'it was trying other devices, which placement.adapt=False turns off')
+    """Adds to the error of a leg that it was on devices that were only tried.
+
+    The package's own errors say what was wrong; others may be due to the devices.
+    """
+    if self._is_trial and not isinstance(error, errors.PodracerError):
+      errors.extend(error, 'the run was trying other devices; placement.adapt=False turns this off')
 
   def close(self) -> None:
     """Ends what is built beside the training, as soon as its compilation is over."""
@@ -139,9 +149,9 @@ class Adapting:
     return self._marks[1:-1]
 
   def _seconds(self) -> float:
-    """Returns the mean seconds of an update of the last leg; 0 if unknown."""
+    """Returns the mean seconds of an update of the last leg; 0 if it was cut short."""
     inner = self._inner()
-    if len(inner) < 2:
+    if len(inner) < 2 or 2 * (inner[-1].update - inner[0].update) < self._asked - 3 * self._call:
       return 0.0
     return (inner[-1].seconds - inner[0].seconds) / (inner[-1].update - inner[0].update)
 
@@ -157,16 +167,17 @@ class Adapting:
     Raises:
       _GiveUp: there may be no time for it.
     """
-    updates = calls * self._call
-    # It may take twice as long.
-    if run is not self.run and updates * self._own_s > self._left_to_spend_s:
+    self._asked = calls * self._call
+    # Other devices may lose as much time as the leg takes on the fastest ones.
+    if run is not self.run and self._asked * self._own_s > self._left_to_spend_s:
       raise _GiveUp
     began_s = self._now()
-    yield Leg(run, updates)
+    before = self._update
+    yield Leg(run, self._asked)
     if self._marks and self._own_s:
-      # The end of a segment may have cut it short.
-      made = min(updates, len(self._marks) * self._call)
-      self._left_to_spend_s -= max(0.0, self._now() - began_s - made * self._own_s)
+      last = self._marks[-1]
+      expected_s = (last.update - before) * self._own_s
+      self._left_to_spend_s -= max(0.0, last.seconds - began_s - expected_s)
 
   def _measured(self, run: build.Run, calls: int) -> Generator[Leg, None, float]:
     """Yields a leg, again if the end of a segment has cut it short; returns its `_seconds`."""
@@ -182,10 +193,10 @@ class Adapting:
     with contextlib.suppress(_GiveUp):
       yield from self._try_all(ratios)
     self.close()
+    self._prepared = None
     if ratios:
       kept = _described(self.run.experiment.placement)
-      self._say(f'placement: {kept} is the fastest; speed of others to the one before: '
-                f'{"; ".join(ratios)}')
+      self._say(f'placement: the run goes on with {kept}; it has tried {"; ".join(ratios)}')
 
   def _try_all(self, ratios: list[str]) -> Iterator[Leg]:
     """Yields the legs of `_plan`; adds a phrase for each placement that was measured."""
@@ -197,6 +208,8 @@ class Adapting:
       return
     self._own_s = self._seconds()
     self._left_to_spend_s = _SHARE * left_s
+    if _compiles_in_legs(self.run.experiment) and self._left_to_spend_s < _COMPILE_S:
+      return
     calls = max(_LEG_CALLS, round(_LEG_S / (self._own_s * self._call)))
     for place in candidates(self.run.experiment):
       self._prepared = _Prepared(self.run, place)
@@ -207,41 +220,43 @@ class Adapting:
       other = self._prepared.run
       if other is None:
         continue
-      gains: list[float] = []
-      try:
-        yield from self._compare(other, calls, gains)
-      finally:
-        if gains:
-          ratios.append(f'{_described(place)} {statistics.median(gains):.2f}')
-      if len(gains) == _PAIRS and statistics.median(gains) > _GAIN:
+      gains = yield from self._compare(other, calls)
+      gain = statistics.median(gains)
+      ratios.append(f'{_described(place)}, {gain:.2f} times as fast')
+      if len(gains) == _PAIRS and gain > _GAIN:
         self.run = other
-        self._own_s /= statistics.median(gains)
+        self._own_s /= gain
 
-  def _compare(self, other: build.Run, calls: int, gains: list[float]) -> Iterator[Leg]:
+  def _compare(self, other: build.Run, calls: int) -> Generator[Leg, None, list[float]]:
     """Yields pairs of legs until one says that the other run is slower.
 
     Args:
       other: the run with other devices.
       calls: of a leg.
-      gains: gets the ratio of the speeds of each pair.
+
+    Returns:
+      The other run's speed over that of the fastest so far, of each pair.
     """
-    probe_s = yield from self._measured(other, _PROBE_CALLS)
+    gains: list[float] = []
+    probe_s = yield from self._measured(other, max(_PROBE_CALLS, round(_PROBE_SHARE * calls)))
     if probe_s > _FAR_SLOWER * self._own_s:
-      gains.append(self._own_s / probe_s)
-      return
+      return [self._own_s / probe_s]
     for pair in range(_PAIRS):
       seconds = {}
       for run in (self.run, other)[::1 if pair % 2 else -1]:
         seconds[run is other] = yield from self._measured(run, calls)
       gains.append(seconds[False] / seconds[True])
       if gains[-1] < _NOT_SLOWER:
-        return
+        break
+    return gains
 
 
 def candidates(experiment: Experiment) -> Sequence[PlacementOptions]:
   """Returns the placements that may be faster than the rule's; () if a run must keep its own."""
-  if not (experiment.placement.adapt and experiment.deterministic and experiment.replay is None
-          and jax.process_count() == 1):
+  # A replay, or what an auxiliary phase keeps, is shared out to the learner's devices.
+  keeps = experiment.replay is not None or experiment.algorithm.auxiliary() is not None
+  if not experiment.placement.adapt or not experiment.deterministic or keeps or (
+      jax.process_count() > 1):
     return ()
   others = placing.alternatives(experiment, jax.local_device_count())
   if jax.default_backend() == 'cpu':
@@ -249,6 +264,13 @@ def candidates(experiment: Experiment) -> Sequence[PlacementOptions]:
   # On accelerators, bits depend on the number of learner devices.
   learners = experiment.placement.learner_devices
   return [place for place in others if place.learner_devices == learners]
+
+
+def _compiles_in_legs(experiment: Experiment) -> bool:
+  """Returns whether programs compile while a leg waits; see `build.compile_learner`."""
+  graph = experiment.scheme.graph
+  return (graph.one_program or graph.separate_updates or experiment.spec.calls_python
+          or jax.default_backend() != 'cpu')
 
 
 def _described(place: PlacementOptions) -> str:
@@ -262,8 +284,8 @@ class _Prepared:
     self.run: build.Run | None = None  # None if it cannot have these devices
     self.is_given_up = threading.Event()
     self._args = run, place
-    # A process that ends waits for it: it would crash if XLA still compiled.
-    self._thread = threading.Thread(target=self._build, name='adapting', daemon=False)
+    # A process whose interpreter ends waits for it, since XLA would crash; see `cli.main.run`.
+    self._thread = threading.Thread(target=self._build, name=stopping.BESIDE, daemon=False)
     self._thread.start()
 
   @property
@@ -280,5 +302,6 @@ class _Prepared:
       build.compile_learner(other)
       self.run = other
     except Exception as error:  # noqa: BLE001 - the run itself goes on whatever happens here
-      _logger.warning('%s is not tried (placement.adapt=False tries nothing): %s: %s',
-                      _described(place), type(error).__name__, options.shorten(str(error)))
+      _logger.warning('placement: the run cannot try %s: %s: %s; placement.adapt=False turns this '
+                      'off', _described(place), type(error).__name__,
+                      options.shorten(str(error)))

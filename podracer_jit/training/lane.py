@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -201,9 +202,11 @@ class Lane:
       fields: further fields of its header in the receipts.
     """
     every = self.run.experiment.log.every_updates
+    flags = os.environ.get('XLA_FLAGS', '')
     header = dict(segment=segment, first_update=self.update + 1, **self._surroundings,
                   **({journal.EVERY: every} if every > 1 else {}),
                   numerics=dataclasses.asdict(self.run.experiment.numerics),
+                  **({journal.XLA_FLAGS: flags} if flags else {}),
                   **self._record.header(self.update + 1), **fields)
     self._close_log()
     if self.run.experiment.resumes_exactly:

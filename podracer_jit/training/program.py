@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -127,8 +126,6 @@ class GraphProgram:
     """
     leg = self._adapting.next()
     run = self._run
-    if leg.run is not run:
-      self._snapshot = build.moved(self._snapshot, leg.run)
     snapshots = [self._snapshot]
     self._snapshot = None  # so that nothing of it stays in memory while the run trains
     index = snapshots[0].segment
@@ -169,14 +166,14 @@ class GraphProgram:
         reached = position._replace(before=lambda: before)
       return is_over
 
-    events = build.Events(watcher.asked_to_stop, watcher.replaying, watcher.next_pause, after)
+    events = build.Events(watcher.asked_to_stop, watcher.replaying, watcher.next_pause, after,
+                          self._adapting.apart)
     try:
+      if leg.run is not run:
+        snapshots = [build.moved(snapshots[0], leg.run)]
       self._run = leg.run
       leg_end = snapshots[0].update + leg.updates
-      with contextlib.ExitStack() as stack:
-        with self._adapting.apart():
-          graph = stack.enter_context(
-              build.segment(leg.run, snapshots.pop(), leg.updates, write, events))
+      with build.segment(leg.run, snapshots.pop(), leg.updates, write, events) as graph:
         since_s = time.perf_counter()
         loops.run(graph.workers, busy=watcher.is_saving)
         while reached is not None:

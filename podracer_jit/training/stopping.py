@@ -18,6 +18,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Signals that are closer together count as one: a terminal and a launcher may both send a signal,
 # and the kernel reports a parent's end once for each thread of the parent.
 REPEAT_S = 0.5
+# Name of threads that only prepare what comes later: a process ends without them.
+BESIDE = 'beside the training'
 
 
 def leave() -> None:

@@ -409,11 +409,6 @@ def opened(experiment: Experiment, workdir: Path, request: Request,
       experiment, or cannot be repaired.
     OSError: a workdir cannot be written to.
   """
-  if num_seeds is not None:
-    experiment = seeds.on_one_device(experiment)
-    for problem in seeds.problems(experiment, num_seeds, request):
-      raise ValueError(problem)
-    seeds.allow_open_files(num_seeds, experiment.log.tensorboard)
   trackers.check_installed(experiment.log.tracker)
   notes = []
   first = workdir if num_seeds is None else workdir / f'seed{experiment.seed}'
@@ -423,6 +418,11 @@ def opened(experiment: Experiment, workdir: Path, request: Request,
     experiment = changed(experiment, env={'renew_every_updates': renewal})
     notes.append(f'env.renew_every_updates: {renewal:,}, as in {first}; until version 0.7 that was '
                  'checkpoint.every_updates, which is now only how often the run is saved')
+  if num_seeds is not None:
+    experiment = seeds.on_one_device(experiment)
+    for problem in seeds.problems(experiment, num_seeds, request):
+      raise ValueError(problem)
+    seeds.allow_open_files(num_seeds, experiment.log.tensorboard)
   host.prepare_host(experiment.placement, experiment.numerics.deterministic, placing.most_devices(
       experiment.num_shards, experiment.num_grad_shards, host.machine()[0]))
   crew = Crew(cluster, experiment) if cluster else None

@@ -18,6 +18,7 @@ RECEIPTS = 'receipts.jsonl'
 METRICS = 'metrics.jsonl'
 EVERY = 'metrics_every'  # in a header: metrics have a line of each n-th update
 LEARNERS = 'learners'  # in a header: learner devices, if bits depend on their number
+XLA_FLAGS = 'xla_flags'  # in a header: XLA_FLAGS of the environment, if there are any
 _FINGERPRINTS = ('batch', 'params')  # of a receipt
 _SPANS_SHOWN = 5
 _BLOCK = 2**20  # bytes that are read at a time

@@ -80,6 +80,21 @@ def test_the_observations_of_a_pass_are_among_what_a_program_allocates(fields, r
   assert program.memory_analysis().temp_size_in_bytes >= needed
 
 
+@pytest.mark.parametrize('task', ['CartPole-v1', 'gymnax:CartPole-v1'])
+def test_actors_of_one_program_are_counted_once_on_any_mesh(task):
+  """Each device has its share of the environments; simulators are on one device."""
+  sizes = []
+  for devices in ((0,), (0, 1))[:2 if task.startswith('gymnax') else 1]:
+    config = changed(small(), env__task=task, scheme='fused', num_shards=2, num_grad_shards=2,
+                     placement__actor_devices=devices, placement__learner_devices=devices)
+    run = fresh(config)
+    named = [part for part in memory.estimate(run) if part.name in (
+        'rollouts', "environments' observations and states")]
+    sizes.append(sum(part.nbytes for part in named))
+    assert len(named) == 2 * len(devices)
+  assert len(set(sizes)) == 1
+
+
 def test_a_replay_is_counted_once_on_any_mesh():
   config = changed(CASES['replay'], num_grad_shards=2)
   shared = changed(config, placement__learner_devices=(0, 1))

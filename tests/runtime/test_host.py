@@ -242,12 +242,34 @@ def test_processes_of_a_machine_share_its_cores_unless_each_has_its_own():
 
 def test_processes_of_a_run_do_not_count_each_other_as_load():
   # Four processes share 16 cores, of which they kept twelve busy while they started.
-  loaded = Machine(4, 4, busy=12)
+  loaded = Machine(4, 8, busy=12)
   sharing = [('a', list(range(16)), list(loaded))] * 4
   assert list(host._shares(sharing)) == [Machine(4, 4)] * 4
   # The load of a process with cores of its own is that of others.
   assert list(host._shares([('b', [0, 1, 2, 3], list(Machine(3, 3, busy=1)))])) == [
       Machine(3, 3, busy=1)]
+
+
+WITH_GPUS = """
+import jax
+from podracer_jit.runtime import host
+from podracer_jit.runtime.machine import Machine
+from podracer_jit.runtime.placement import PlacementOptions
+host._machine.append((Machine(4, 4, gpus=4), 1))
+jax.devices()
+host.prepare_host(PlacementOptions(learner_devices=(0, 1, 2, 3), actor_devices=(0, 1)), False)
+try:
+  host.prepare_host(PlacementOptions(
+      learner_devices=(0, 1, 2, 3), actor_devices=(0, 1), actor_platform='cpu'), False)
+except ValueError as error:
+  print(error)
+"""
+
+
+def test_gpus_are_no_devices_of_the_cpu():
+  done = processes.run([sys.executable, '-c', WITH_GPUS])
+  assert done.returncode == 0, done.stderr
+  assert 'placement.actor_devices: (0, 1) needs 2 devices in a process' in done.stdout
 
 
 ASKED = """

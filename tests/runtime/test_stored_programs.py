@@ -212,7 +212,7 @@ def test_programs_of_a_shared_folder_are_for_a_processor_and_its_threads(tmp_pat
 
 def test_the_own_cache_is_for_a_processor_and_its_threads(folder, monkeypatch):
   play([1], kept={})
-  others = dict(processor=lambda: 'another', surroundings=lambda: ('one', 2, '4'))
+  others = dict(processor=lambda: 'another', processor_and_threads=lambda: ('one', 2, '4'))
   for name, value in others.items():
     before = set(folder.iterdir())
     with monkeypatch.context() as patch:

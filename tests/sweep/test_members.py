@@ -3,7 +3,9 @@
 import pytest
 
 from podracer_jit.experiment.flags import fields_of
-from podracer_jit.sweep import members
+from podracer_jit.runtime import host
+from podracer_jit.runtime.machine import Machine
+from podracer_jit.sweep import members, sizes
 from podracer_jit.sweep.members import Member
 
 
@@ -131,3 +133,14 @@ def test_lists_of_seeds_that_follow_each_other():
   assert together.seeds == range(4, 6) and together.num_seeds == 2
   assert together.arguments()[-1] == '--num_seeds=2'
   assert [path.name for path in together.workdirs(members.Path('x'))] == ['seed4', 'seed5']
+
+
+def test_seeds_are_in_one_program_on_any_machine(monkeypatch):
+  """Also where a run of one seed is given several devices."""
+  flags = ['--config.env.task=gymnax:CartPole-v1', '--config.num_shards=2',
+           '--config.num_grad_shards=2', '--config.env.num_envs=2048', '--config.unroll_length=512']
+  groups = members.same_but_seeds(members.product(['ppo_cartpole'], [], [1, 2, 3], [], flags))
+  for cores in (1, 16):
+    monkeypatch.setattr(host, '_machine', [(Machine(cores, cores), 1)])
+    checked = sizes.check(groups, {})
+    assert [member.num_seeds for member in checked.members] == [3]

@@ -7,16 +7,19 @@ import types
 import numpy as np
 import pytest
 
+from podracer_jit.cli.compare import header_differences
 from podracer_jit.runtime import tried
 from podracer_jit.training import trainer
+from podracer_jit.workdir import journal
 from tests import processes
-from tests.runs import changed, fresh, small
+from tests.runs import changed, fresh, small, train
 
 CATCH = ['--config=configs/impala_catch.py:smoke', '--config.log.tensorboard=False',
          '--config.total_steps=1000']
 WITH_OTHER_VERSIONS = """
 import sys
 from podracer_jit.cli import main
+from podracer_jit.cli.compare import header_differences
 from podracer_jit.runtime import tried
 tried.TRIED |= {'jax': ('0.1.0', '0.2.0'), 'ray': ('0.1', '0.1')}
 sys.argv[0] = 'podracer_jit'
@@ -32,6 +35,17 @@ def test_an_untried_version_is_one_line_and_no_error(tmp_path):
   (line,) = [line for line in done.stderr.splitlines() if 'untried v' in line]
   assert line.startswith('podracer_jit: untried versions: jax ')
   assert line.endswith(' (tried: 0.1.0 to 0.2.0)') and 'untried v' not in done.stdout
+
+
+@pytest.mark.parametrize('flags', ['', '--xla_cpu_enable_fast_math=false'])
+def test_receipts_have_the_flags_of_xla(flags, tmp_path, monkeypatch):
+  monkeypatch.setenv('XLA_FLAGS', flags)
+  train(fresh(small(total_steps=200)), tmp_path)
+  header = journal.read_lines(tmp_path / journal.RECEIPTS)[0]
+  assert header.get('xla_flags', '') == flags
+  # A comparison names them as a cause.
+  lines = header_differences([header], [dict(header, xla_flags='--xla_other=1')])
+  assert lines == [f"segment 0: XLA_FLAGS were {flags!r} in A and '--xla_other=1' in B"]
 
 
 def test_versions_that_were_tried_are_no_line(monkeypatch):

@@ -63,6 +63,15 @@ def test_profiling_that_is_impossible_is_refused(args, message, tmp_path, capsys
   assert not (tmp_path / 'run').exists()
 
 
+def test_updates_of_a_central_worker_are_steps_of_a_trace(tmp_path):
+  result = binary(CATCH, f'--workdir={tmp_path}/run', f'--profile_dir={tmp_path}/trace',
+                  '--profile_updates=2:3', '--config.scheme=rapid')
+  assert result.returncode == 0, result.stderr
+  (trace,) = tmp_path.glob('trace/plugins/profile/*/*.xplane.pb')
+  steps = steps_of(trace.read_bytes(), 'update')
+  assert {2, 3} <= steps and max(steps) <= 5
+
+
 def test_whole_calls_of_one_program_are_traced(tmp_path):
   """The update is within a call, which is traced from its beginning on."""
   args = ['--config=ppo_cartpole:smoke', '--config.placement.updates_per_call=2',
