@@ -26,6 +26,20 @@ def test_the_readmes_program_that_trains_from_python(tmp_path):
   assert (tmp_path / 'runs' / 'agent' / 'parameters.safetensors').is_file()
 
 
+def test_the_program_that_reads_a_trace(tmp_path):
+  (program,) = blocks(ROOT / 'docs' / 'profiling.md', 'python')
+  trained = processes.run([sys.executable, '-m', 'podracer_jit', '--config=impala_catch:smoke',
+                           '--workdir=runs/profiled', '--profile_dir=runs/trace'], cwd=tmp_path)
+  assert trained.returncode == 0, trained.stderr
+  result = processes.run([sys.executable, '-c', program], cwd=tmp_path)
+  threads = {}
+  for line in result.stdout.splitlines():
+    number, region = re.fullmatch(r' *(\d+) (.*?) +\d+ x +[\d.]+ ms', line).groups()
+    threads.setdefault(number, set()).add(region)
+  assert any({'rollout', 'make: rollouts of actor 0'} <= regions for regions in threads.values())
+  assert any({'learn', 'make: parameters for actor 0'} <= regions for regions in threads.values())
+
+
 @pytest.mark.full
 def test_the_readmes_commands_for_the_life_of_a_run(tmp_path):
   """Runs the commands of the README in their order."""
