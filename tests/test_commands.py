@@ -230,6 +230,29 @@ def test_the_script_passes_verbs_through(script, args, passed):
   assert script(*args) == passed
 
 
+@pytest.mark.parametrize('args, extras', [
+    ([], 'cuda'), (['report', 'runs'], 'cuda report'),
+    (['--config=pqn_minatar:smoke'], 'cuda gymnax'),
+    (['--config=configs/pqn_minatar.py'], 'cuda gymnax'),
+    (['--config', 'pqn_minatar'], 'cuda gymnax'),
+    (['--config=impala_catch', '--config.env.task=gymnax:CartPole-v1'], 'cuda gymnax'),
+    (['--config=mine.py:smoke'], 'cuda playground wandb'),
+    (['--config=missing.py', '--workdir=--x'], 'cuda')])
+def test_the_script_adds_what_arguments_and_configs_need(script, args, extras, tmp_path,
+                                                         monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'podracer_jit').mkdir()
+  (tmp_path / 'podracer_jit' / 'configs').symlink_to(ROOT / 'podracer_jit' / 'configs')
+  (tmp_path / 'mine.py').write_text(
+      "  config.env.task = 'playground:CartpoleBalance'  # a task\n"
+      '  config.log.tracker="wandb"\n'
+      "  # config.env.task = 'gymnax:CartPole-v1'\n")
+  with open(tmp_path / 'scripts' / '_venv', 'a') as file:
+    file.write(f'echo "${{extras[*]}}" > {tmp_path}/extras\n')
+  script(*args)
+  assert (tmp_path / 'extras').read_text().strip() == extras
+
+
 def test_launch_does_not_import_from_the_current_directory(tmp_path):
   """`launch` uses -P, so that processes import nothing from the current directory."""
   (tmp_path / 'podracer_jit.py').write_text('print("not this one")\n')

@@ -18,12 +18,19 @@ def blocks(path, language):
 
 
 def test_the_readmes_program_that_trains_from_python(tmp_path):
-  (program,) = blocks(ROOT / 'README.md', 'python')
+  (program,) = [block for block in blocks(ROOT / 'README.md', 'python') if 'pj.train(' in block]
   result = processes.run([sys.executable, '-c', program], cwd=tmp_path)
   assert result.returncode == 0, result.stderr
   assert 'stopped at update' in result.stdout  # by the callback
   assert float(result.stdout.split()[-1]) > 100  # random play: 22
   assert (tmp_path / 'runs' / 'agent' / 'parameters.safetensors').is_file()
+
+
+def test_the_readmes_config_is_that_of_the_package():
+  (shown,) = [block for block in blocks(ROOT / 'README.md', 'python') if 'get_config' in block]
+  shown = [line.partition('  #')[0] for line in shown.splitlines() if line]
+  file = (ROOT / 'podracer_jit' / 'configs' / 'impala_catch.py').read_text().splitlines()
+  assert shown == [line for line in file[file.index(shown[0]):] if line and '"""' not in line]
 
 
 def test_the_program_that_reads_a_trace(tmp_path):

@@ -53,8 +53,8 @@ class PlacementOptions:
   auto: bool = option(
       True, 'choose for this machine what is left open, () or 0; False: one device, one actor')
   adapt: bool = option(
-      True, 'a run that takes more than 15 minutes tries other devices while it trains, and keeps '
-      'the fastest')
+      True, 'a run that has more than 15 minutes left tries other devices while it trains, and '
+      'keeps the fastest')
   actor_devices: tuple = option((), 'indices of the devices that act; (): chosen', at_least=0,
                                 at_most=MAX_DEVICES - 1, message=_DEVICES)
   learner_devices: tuple = option((), 'indices of the devices that learn; (): chosen', at_least=0,
