@@ -239,3 +239,11 @@ def test_the_pages_command_for_tpus_uses_all_chips(monkeypatch):
   place, experiment = placement_of(shlex.split(training), Machine(112, 8, tpus=4), 4, monkeypatch)
   assert place.learner_devices == (0, 1, 2, 3) and experiment.microbatch_rows == 0
   assert experiment.num_grad_shards == 16
+
+
+def test_the_pages_command_for_hosts_elsewhere_fits_as_many(monkeypatch):
+  text, = (text for text in COMMANDS if '--coordinator_address=' in text)
+  flags = re.findall(r'--(?:config|workdir)\S*', text)
+  hosts = int(re.search(r'--num_processes=(\d+)', text)[1])
+  place, _ = placement_of(flags, Machine(16, 8), hosts, monkeypatch)
+  assert place.num_actors == 1 and hosts == 2
