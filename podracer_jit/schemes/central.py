@@ -88,8 +88,12 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
         for i, (actor, *ends) in enumerate(zip(actors, params, rollouts, strict=True))),
       strict=True))
   for i, answer in enumerate(answers):
+    gradients[i].begin(start.state.key, lambda answer=answer: messages.ended or answer.ended)
     own_rollouts = rollouts[i * actors_per_worker:(i + 1) * actors_per_worker]
-    workers.append(_gradient_worker(plan, gradients, i, start, own_rollouts, answer, messages))
+    reads = [*[Endpoint(channel, steps) for channel in own_rollouts], Endpoint(answer)]
+    # The state is the number of gradient steps made, and the prepared batch.
+    workers.append(Worker(f'worker {i}', _gradient(plan, gradients, i, start), (0, None), reads,
+                          [Endpoint(messages)], updates * steps))
   state = ParameterServerState(placement.replicate(start.state, centre), version,
                                {i: [] for i in range(count)})
 
@@ -110,26 +114,22 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   return [*workers, learner], wiring.waits(params, rollouts, count)
 
 
-def _gradient_worker(plan: Plan, gradients: Sequence[GradientWorker], i: int, start: SegmentStart,
-                     rollouts: Sequence[Channel], answer: Channel, messages: Channel) -> Worker:
-  """Returns a worker that computes gradients (G).
+def _gradient(plan: Plan, gradients: Sequence[GradientWorker], i: int, start: SegmentStart
+              ) -> Callable:
+  """Returns the operation of a worker that computes gradients (G).
 
   Args:
     plan: the plan of the run.
     gradients: all gradient workers.
     i: index of this worker.
     start: where the graph begins.
-    rollouts: channels of the rollouts of this worker's actors.
-    answer: channel of the parameters with which the centre answers a gradient.
-    messages: channel of the gradients to the centre.
 
   Returns:
-    The worker. Its state is the number of gradient steps made, and the prepared batch.
+    The `fire` of the worker: (state, rollouts and parameters) -> (state, message).
   """
   worker = gradients[i]
   count = len(gradients)
   steps = plan.learner.gradient_steps
-  worker.begin(start.state.key, lambda: messages.ended or answer.ended)
 
   def fire(carry, *inputs: Versioned):
     k, prepared = carry
@@ -147,9 +147,7 @@ def _gradient_worker(plan: Plan, gradients: Sequence[GradientWorker], i: int, st
     message = GradientMessage(i, groups, collected, batch_stats)
     return (k + 1, prepared), [Versioned(message, view.version)]
 
-  reads = [*[Endpoint(channel, steps) for channel in rollouts], Endpoint(answer)]
-  return Worker(f'worker {i}', fire, (0, None), reads,
-                [Endpoint(messages)], start.updates * steps)
+  return fire
 
 
 def _centre(plan: Plan, start: SegmentStart, workers: int, actors: int) -> Callable:
