@@ -218,6 +218,27 @@ def test_a_stalled_actor_does_not_stall_the_learner():
   assert (jax.device_get(state.replay.inserted) > 0).all()
 
 
+def test_the_delay_is_that_of_the_rollouts_that_arrived():
+  ages = []
+
+  def noting(workers):
+    def note(worker):
+      def fire(carry, arrived):
+        before = int(jax.device_get(carry.train.target.gradient_steps))
+        ages.append([before - item.version for item in arrived.value])
+        return worker.fire(carry, arrived)
+      return worker._replace(fire=fire) if worker.name == 'learner' else worker
+    return list(map(note, workers))
+
+  _, reports, _ = run(**_free(), updates=20, tamper=noting)
+  # Without a rollout, the delay of the one before is told again.
+  expected = [0.0]
+  for of_update in ages:
+    expected.append(sum(of_update) / len(of_update) if of_update else expected[-1])
+  assert [report.cgd for report in reports] == [(late,) for late in expected[1:]]
+  assert max(expected) > 0
+
+
 def test_a_stalled_learner_loses_no_rollout():
   _, reports, state = run(**_free(), updates=12, tamper=_stalled('learner', 0.1))
   added = [int(jax.device_get(report.metrics['valid'])[0]) for report in reports]
