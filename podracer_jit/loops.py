@@ -44,6 +44,13 @@ class Worker(NamedTuple):
   until: Callable[[Any], bool] = lambda state: False
   begin: Callable[[], None] = lambda: None  # called first, by the worker's thread
 
+  def slower(self, delay_s: float) -> Worker:
+    """Returns a worker that waits so long before each firing."""
+    def fire(*args):
+      time.sleep(delay_s)
+      return self.fire(*args)
+    return self._replace(fire=fire)
+
 
 def _steps(worker: Worker, states: dict[str, Any]) -> Iterator[Callable[[], bool]]:
   """Runs a worker step by step.

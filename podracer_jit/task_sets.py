@@ -111,6 +111,9 @@ TASKS: Mapping[str, tuple[str, ...]] = {
     '@atari57': tuple(human_scores()),
     # Aitchison et al. 2023 (2210.02019): five games that predict the median of all 57.
     '@atari5': ('BattleZone-v5', 'DoubleDunk-v5', 'NameThisGame-v5', 'Phoenix-v5', 'Qbert-v5'),
+    # The games of NAPPO's table 1 (2007.02622), for `ppo_atari_8`.
+    '@nappo6': ('Enduro-v5', 'Freeway-v5', 'Boxing-v5', 'Pong-v5', 'IceHockey-v5',
+                'StarGunner-v5'),
     # Gymnasium's MuJoCo tasks of docs/results.md.
     '@mujoco9': (
         'HalfCheetah-v4', 'Hopper-v4', 'Humanoid-v4', 'InvertedDoublePendulum-v4',

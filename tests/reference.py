@@ -137,7 +137,8 @@ def returns(value, reward, discount, ends):
 
 
 def ppo_objective(logits, value, action, behaviour_log_prob, behaviour_value, advantage,
-                  value_target, valid, clip, clip_value, value_coef, entropy_coef):
+                  value_target, valid, clip, clip_value, value_coef, entropy_coef,
+                  clip_smoothly=False):
   """1707.06347, equations 7 and 9 over valid rows, as a loss, with half the squared error."""
   terms = dict.fromkeys(('policy_loss', 'value_loss', 'entropy', 'approx_kl', 'clip_fraction'), 0.0)
   for n in range(len(action)):
@@ -146,6 +147,8 @@ def ppo_objective(logits, value, action, behaviour_log_prob, behaviour_value, ad
     log_ratio = log_softmax(logits[n])[action[n]] - behaviour_log_prob[n]
     ratio = math.exp(log_ratio)
     clipped = min(max(ratio, 1 - clip), 1 + clip)
+    if clip_smoothly:
+      clipped = 1 - clip + 2 * clip / (1 + math.exp(2 - 4 * (ratio - 1 + clip) / (2 * clip)))
     terms['policy_loss'] -= min(ratio * advantage[n], clipped * advantage[n])
     error = (value[n] - value_target[n]) ** 2
     if clip_value:

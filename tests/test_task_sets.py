@@ -21,7 +21,8 @@ def test_human_scores_cover_57_games_of_envpool():
 
 @pytest.mark.quick
 @pytest.mark.parametrize('name, size', [
-    ('@atari57', 57), ('@atari5', 5), ('@mujoco9', 9), ('@dmc15', 15), ('@minatar', 5)])
+    ('@atari57', 57), ('@atari5', 5), ('@nappo6', 6), ('@mujoco9', 9), ('@dmc15', 15),
+    ('@minatar', 5)])
 def test_the_tasks_of_a_set_exist(name, size):
   tasks = task_sets.TASKS[name]
   assert len(set(tasks)) == len(tasks) == size
@@ -33,6 +34,9 @@ def test_published_scores_are_those_of_their_sources():
   pong = scores('Pong-v5')
   assert pong['Ape-X DQN', None] == (20.9, None)  # 1803.00933, table 2
   assert scores('Breakout-v5')['CleanRL PQN on EnvPool', 10_000_000] == (385, 12)
+  # 2007.02622, table 1, column "Original".
+  assert [scores(task)['PPO (openai/baselines)', 10_000_000][0]
+          for task in task_sets.TASKS['@nappo6']] == [758.3, 32.5, 94.6, 20.7, -4.2, 32689]
   cheetah = scores('HalfCheetah-v4')
   assert cheetah['CleanRL PPO', 1_000_000] == (1442.64, 46.03)
   # Sources without a version stand for all of them; CleanRL's is of v4 alone.

@@ -50,6 +50,21 @@ def test_the_way_back_of_a_stopped_run_is_measured(tmp_path):
   assert row['back_s'] > 0 and row['begin_s'] > 0 and row['trained_s'] > 0
 
 
+def test_simulation_alone_is_measured():
+  process = run_benchmark('envs', '--tasks=CartPole-v1,Pendulum-v1', '--num_envs=1,4',
+                          '--batches=2', '--seconds=0.05', '--rounds=2', '--threads=1')
+  assert process.returncode == 0, process.stderr
+  rows = [[cell.strip() for cell in line.split('|')[1:-1]]
+          for line in process.stdout.splitlines()[2:]]
+  names = ['for-loop', 'sync', 'rollout', 'subprocess']
+  assert [row[:3] for row in rows] == [
+      [task, str(num_envs), name] for task in ('CartPole-v1', 'Pendulum-v1')
+      for num_envs, of_more in ((1, []), (4, ['async, first 2'])) for name in names + of_more]
+  assert all(float(row[3].split()[0].replace(',', '')) > 0 for row in rows)
+  refused = run_benchmark('envs', '--tasks=Pong-v6')
+  assert refused.returncode == 2 and "EnvPool has no 'Pong-v6'" in refused.stderr
+
+
 def test_endless_segments_have_no_middle(capsys):
   flags = ['--configs=impala_catch', '--config.env.renew_every_updates=0']
   assert back_again.main(flags) == 2

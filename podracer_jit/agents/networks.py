@@ -36,6 +36,9 @@ MAX_LAYERS = 100
 TORSO = 'a torso'
 POLICY_AND_CRITIC = 'a policy with a critic'
 
+_ACTIVATIONS = {'tanh': nn.tanh, 'relu': nn.relu, 'elu': nn.elu}
+
+
 @functools.cache
 def orthogonal(scale: float) -> Callable:
   """Returns an orthogonal initializer, computed by the Gram-Schmidt method.
@@ -145,7 +148,9 @@ class ConvTorso(nn.Module):
   hidden: int = option(256, 'units of the dense layer', at_least=1, at_most=MAX_UNITS)
   chunked: bool = internal(True)
   channels_last: bool = internal(False)  # observations are [N, H, W, C]
-  layer_norm: bool = internal(False)  # an option of torsos that have it
+  # Options of torsos that have them.
+  layer_norm: bool = internal(False)
+  activation: str = internal('relu')
   dtype: Any = internal(None)  # see `in_bfloat16`
 
   @nn.compact
@@ -162,7 +167,7 @@ class ConvTorso(nn.Module):
       return x
     dense = nn.Dense(self.hidden, kernel_init=self.dense_init, dtype=self.dtype)
     # In chunks, the convolutions' own are in another module, so the order would begin anew.
-    return nn.relu(normalised(self, dense(x), name='LayerNorm_hidden'))
+    return _ACTIVATIONS[self.activation](normalised(self, dense(x), name='LayerNorm_hidden'))
 
   def split_last_layer(self) -> tuple[nn.Module, int]:
     """Returns the torso without its dense layer, and the units of that layer."""
@@ -184,7 +189,8 @@ class NatureCNN(ConvTorso):
                                   at_most=1000, max_length=MAX_LAYERS)
   hidden: int = option(512, 'units of the dense layer', at_least=1, at_most=MAX_UNITS)
   centre: bool = option(False, "subtract each observation's mean first")
-  layer_norm: bool = option(False, 'LayerNorm between each layer and its ReLU')
+  activation: str = option('relu', 'relu or elu', choices=('relu', 'elu'))
+  layer_norm: bool = option(False, 'LayerNorm between each layer and its activation')
   dense_init = staticmethod(orthogonal(np.sqrt(2)))
 
   def problems(self) -> Iterator[str]:
@@ -201,7 +207,7 @@ class NatureCNN(ConvTorso):
     for features, kernel, stride in zip(self.channels, self.kernels, self.strides, strict=True):
       x = Conv(features, kernel, stride, kernel_init=orthogonal(np.sqrt(2)), dtype=self.dtype,
                **first)(x)
-      x = nn.relu(normalised(self, x))
+      x = _ACTIVATIONS[self.activation](normalised(self, x))
       first = {}
     return x
 
@@ -219,7 +225,10 @@ class ResidualBlock(nn.Module):
 
 
 class ImpalaResNet(ConvTorso):
-  """The deep network of IMPALA (1802.01561, figure 3), without the LSTM."""
+  """The deep network of IMPALA (1802.01561, figure 3), without the LSTM.
+
+  Its dense layer is initialised as in Cleanba (2310.00036).
+  """
 
   channels: Sequence[int] = option((16, 32, 32), 'output channels of each section', at_least=1,
                                    at_most=MAX_UNITS, max_length=MAX_LAYERS)
@@ -227,7 +236,7 @@ class ImpalaResNet(ConvTorso):
   # The rows are the input channels of a kernel gradient. XLA uses its faster convolution for more
   # than `convolution.VECTOR` of them, although the layers have only 16 channels.
   at_once = 24
-  dense_init = staticmethod(nn.initializers.lecun_normal())
+  dense_init = staticmethod(orthogonal(np.sqrt(2)))
 
   def convolve(self, x: jax.Array) -> jax.Array:
     """Returns the last section's activations [N, H', W', C'] of observations x."""
@@ -283,7 +292,9 @@ class MLP(nn.Module):
 
   hidden: Sequence[int] = option((64, 64), 'units of each layer', at_least=1, at_most=MAX_UNITS,
                                  max_length=MAX_LAYERS)
-  activation: str = option('tanh', 'tanh or relu', choices=('tanh', 'relu'))
+  activation: str = option('tanh', 'tanh, relu or elu', choices=tuple(_ACTIVATIONS))
+  weight_init: str = option('orthogonal', 'weights at first: orthogonal, or uniform by Xavier',
+                            choices=('orthogonal', 'xavier'))
   layer_norm: bool = option(False, 'LayerNorm between each layer and its activation')
   dtype: Any = internal(None)  # see `in_bfloat16`
 
@@ -291,9 +302,11 @@ class MLP(nn.Module):
   def __call__(self, obs: jax.Array) -> jax.Array:
     """Returns the last layer's activations [N, hidden[-1]] of observations [N, ...]."""
     x = obs.reshape(obs.shape[0], -1).astype(jnp.float32)
-    activate = {'tanh': nn.tanh, 'relu': nn.relu}[self.activation]
+    activate = _ACTIVATIONS[self.activation]
+    init = (orthogonal(np.sqrt(2)) if self.weight_init == 'orthogonal'
+            else nn.initializers.xavier_uniform())
     for size in self.hidden:
-      dense = nn.Dense(size, kernel_init=orthogonal(np.sqrt(2)), dtype=self.dtype)
+      dense = nn.Dense(size, kernel_init=init, dtype=self.dtype)
       x = activate(normalised(self, dense(x)))
     return x
 

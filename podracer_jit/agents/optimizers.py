@@ -110,7 +110,10 @@ class Adam(Optimizer):
 
 @dataclasses.dataclass(frozen=True)
 class CentredRMSProp(Optimizer):
-  """RMSProp by the gradients' deviation, with epsilon inside the root, as in TensorFlow."""
+  """RMSProp by the gradients' deviation, with epsilon inside the root, as in TensorFlow.
+
+  As there, the mean of squares begins at 1, so first steps are short.
+  """
 
   learning_rate: float = option(6.25e-5, 'step size, at the first step', at_least=0)
   decay: float = option(0.95, 'decay of the means of gradients and of their squares', at_least=0,
@@ -119,7 +122,7 @@ class CentredRMSProp(Optimizer):
 
   def scale(self) -> optax.GradientTransformation:
     """Returns the scaling by the inverse standard deviation of gradients."""
-    return optax.scale_by_stddev(self.decay, self.eps)
+    return optax.scale_by_stddev(self.decay, self.eps, initial_scale=1.0)
 
 
 @dataclasses.dataclass(frozen=True)

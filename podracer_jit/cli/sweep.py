@@ -12,7 +12,7 @@ was stopped; a larger grid adds members. All members are checked before the firs
 tasks are JAX functions and the scheme is one program, seeds that follow each other are trained in
 one program (--num_seeds).
 
---tasks=@atari5 names a list: @atari57, @atari5, @mujoco9, @dmc15 or @minatar.
+--tasks=@atari5 names a list: @atari57, @atari5, @nappo6, @mujoco9, @dmc15 or @minatar.
 
 --jobs limits how many are trained at once. --ray trains them on the cluster at RAY_ADDRESS, --slurm
 submits them as an array (--slurm='--partition=cpu --cpus-per-task=4'); all machines must see OUT.

@@ -2,14 +2,31 @@
 
 podracer_jit --config=configs/ppo_atari.py --workdir=runs/breakout_ppo \
     --config.env.task=Breakout-v5
+The Nature CNN instead of the IMPALA ResNet: --config=configs/ppo_atari.py:nature_cnn
+Acting and learning at once, with a lag of one update: --config.scheme=cleanba
+
+IMPALA's setting (appendix E: table 3, but for the loss): --config=configs/ppo_atari.py:appendix_e
+Large batches (appendix F), here for 16 learner devices, with 128 environments for each of them:
+    --config=configs/ppo_atari.py:appendix_f --config.env.num_envs=2048 \
+    --config.num_grad_shards=16 --config.num_shards=16
+
+As in the paper's figures, actors and learner take turns. With several learner devices the paper
+normalises advantages on each device; here they are normalised over the whole minibatch.
 """
 
 from podracer_jit import experiment
 
 
 def get_config(arg: str = ''):
-  """Returns the config; with the argument `smoke` a run has a few small updates only."""
-  config = experiment.config('ppo', 'nature_cnn', 'adam', scheme='cleanba')
+  """Returns the config.
+
+  Args:
+    arg: `smoke` (a few small updates), `nature_cnn`, `appendix_e` and `appendix_f`, by comma.
+  """
+  args = experiment.arguments(arg, 'smoke', 'nature_cnn', 'appendix_e', 'appendix_f')
+  network = 'nature_cnn' if 'nature_cnn' in args else 'impala_resnet'  # (16, 32, 32), hidden 256
+  optimizer = 'rmsprop' if 'appendix_e' in args else 'adam'
+  config = experiment.config('ppo', network, optimizer, scheme='sync')
   config.total_steps = 50_000_000  # 200M frames
   config.unroll_length = 128
   config.num_minibatches = 4
@@ -40,11 +57,22 @@ def get_config(arg: str = ''):
   config.optimizer.eps = 1e-5
   config.optimizer.max_grad_norm = 0.5
 
+  if 'appendix_e' in args:
+    config.unroll_length = 20
+    config.num_epochs = 1
+    config.optimizer.learning_rate = 6e-4
+    config.optimizer.decay = 0.99
+    config.optimizer.eps = 0.01
+    config.optimizer.max_grad_norm = 40.0
+  if 'appendix_f' in args:
+    config.total_steps = 100_000_000
+    config.optimizer.anneal = False
+
   config.num_grad_shards = 8  # at most 8 learner devices
   config.microbatch_rows = -1
   config.env.renew_every_updates = 300  # 5M steps
 
-  if 'smoke' in experiment.arguments(arg, 'smoke'):
+  if 'smoke' in args:
     config.total_steps = 192
     config.env.num_envs = 8
     config.unroll_length = 8

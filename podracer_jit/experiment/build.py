@@ -723,6 +723,10 @@ class _Graphs:
         snapshot.before, self._events.next_pause, after)
     del snapshot  # it would stay in memory
     workers, waits = run.experiment.scheme.graph.wire(run.plan, actors, start, reports)
+    delay_s = run.experiment.placement.learner_delay_s
+    if delay_s:
+      workers = [worker.slower(delay_s) if worker.name == 'learner' else worker
+                 for worker in workers]
 
     def go_on(run: Run, position: wiring.Position, updates: int) -> wiring.Segment:
       before = None

@@ -38,6 +38,8 @@ class DQN(Algorithm):
   epsilon_alpha: float = option(
       7.0, 'environment i of N explores with probability epsilon^(1 + epsilon_alpha i / (N - 1))',
       at_least=0)
+  epsilons: tuple = option((), 'exploration of the environments, in turn; (): by epsilon and '
+                           'epsilon_alpha', at_least=0, at_most=1)
 
   def make_network(self) -> nn.Module:
     """Returns the dueling network around the config's torso."""
@@ -49,7 +51,12 @@ class DQN(Algorithm):
     return params
 
   def exploration(self, num_envs: int) -> np.ndarray:
-    """Returns each environment's probability of a random action, [num_envs] f32 (section 4.1)."""
+    """Returns each environment's probability of a random action, [num_envs] f32.
+
+    It follows section 4.1, or `epsilons`, a fixed set as in appendix B.
+    """
+    if self.epsilons:
+      return np.resize(np.float32(self.epsilons), num_envs)
     place = np.arange(num_envs) / max(num_envs - 1, 1)
     return (self.epsilon ** (1 + self.epsilon_alpha * place)).astype(np.float32)
 

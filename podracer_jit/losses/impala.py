@@ -17,7 +17,12 @@ from podracer_jit.types import Params, TrainState, discounts
 
 @dataclasses.dataclass(frozen=True)
 class IMPALA(Algorithm):
-  """V-trace actor-critic (1802.01561, section 4); `impala_loss` explains the options."""
+  """V-trace actor-critic (1802.01561, section 4); `impala_loss` explains the options.
+
+  The loss is the sum over a minibatch, as in the paper. Cleanba's learner devices each compute it
+  of their own part, and average their gradients: `divisor` is their number there, which matters
+  because gradients are clipped.
+  """
 
   vtrace_lambda: float = option(1.0, "the mixing parameter of V-trace's remark 2", at_least=0,
                                 at_most=1)
@@ -26,6 +31,7 @@ class IMPALA(Algorithm):
                               at_least=0)
   baseline_coef: float = option(0.5, 'weight of the value loss', at_least=0)
   entropy_coef: float = option(0.01, 'weight of the entropy bonus')
+  divisor: int = option(1, "the loss is the minibatch's sum divided by this", at_least=1)
 
   def loss(self, params: Params, state: TrainState, batch: Batch, key: jax.Array
            ) -> tuple[jax.Array, Aux]:
@@ -42,7 +48,8 @@ class IMPALA(Algorithm):
         discounts(rollout, self.discount), rollout.valid)
     valid = jnp.sum(rollout.valid.astype(jnp.float32))
     predictions = Predictions.of(jax.lax.stop_gradient(value[:-1]), value_target, rollout.valid)
-    return jnp.sum(loss), Aux(jax.tree.map(jnp.sum, terms), valid, predictions=predictions)
+    total = jnp.sum(loss) if self.divisor == 1 else jnp.sum(loss) / self.divisor
+    return total, Aux(jax.tree.map(jnp.sum, terms), valid, predictions=predictions)
 
 
 def impala_loss(

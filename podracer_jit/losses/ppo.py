@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import chex
@@ -26,7 +27,9 @@ class PPO(Algorithm):
   Advantages are computed once in an update, by GAE from the acting network's values; the value
   after the last row comes from the parameters at the beginning of the update. With `vtrace` they
   are V-trace advantages, and all values come from those parameters, as NAPPO corrects late rollouts
-  (2007.02622).
+  (2007.02622). Its authors' program does more, with `vtrace_variant` = nappo: the ratio is to these
+  parameters instead of those that acted, the advantage is weighted by the clipped importance
+  weight, lambda is 1, and advantages are normalised over each group's rollout, not the minibatch.
   """
 
   normalises: ClassVar[frozenset[str]] = frozenset({'obs', 'returns', 'values'})
@@ -35,11 +38,21 @@ class PPO(Algorithm):
 
   gae_lambda: float = option(0.95, 'exponential weight of advantages', at_least=0, at_most=1)
   clip: float = option(0.1, 'epsilon of the clipped surrogate (equation 7)', at_least=0)
+  clip_smoothly: bool = option(False, 'the ratio is bounded by a sigmoid, as rl_games does')
   clip_value: bool = option(False, "the value's change is clipped too, as openai/baselines does")
   value_coef: float = option(0.5, 'weight of the value loss', at_least=0)
   entropy_coef: float = option(0.01, 'weight of the entropy bonus')
   normalise_advantage: bool = option(True, 'advantages of a minibatch get mean 0 and deviation 1')
+  reward_scale: float = option(1.0, 'rewards are multiplied by this', above=0)
   vtrace: bool = option(False, 'advantages and value targets are corrected by V-trace')
+  vtrace_variant: str = option('impala', "impala: V-trace as its paper has it; nappo: as NAPPO's "
+                               'authors use it', choices=('impala', 'nappo'))
+
+  def problems(self) -> Iterator[str]:
+    """Yields problems of the combination of options, one line each."""
+    if self.vtrace_variant != 'impala' and not self.vtrace:
+      yield (f'vtrace_variant: without loss.vtrace it must be impala, got {self.vtrace_variant}; '
+             'or set loss.vtrace = True')
 
   @property
   def recurrent(self) -> bool:
@@ -63,6 +76,8 @@ class PPO(Algorithm):
   def targets(self, state: TrainState, rollout: Rollout) -> dict[str, jax.Array]:
     """Returns 'advantage' and 'value_target', [T, N] each."""
     compute = self._targets_by_vtrace if self.vtrace else self._targets_by_gae
+    if self.reward_scale != 1:
+      rollout = rollout._replace(reward=rollout.reward * self.reward_scale)
     return compute(state.params, rollout)
 
   def _targets_by_gae(self, params, rollout):
@@ -85,10 +100,22 @@ class PPO(Algorithm):
     log_rho = (self.parts.policy.log_prob(dist_params[:-1], rollout.action)
                - rollout.extras['log_prob'])
     rho = jnp.where(rollout.valid, jnp.exp(log_rho), 0.0)
+    trace_lambda = 1.0 if self._as_nappo else self.gae_lambda
     advantage, value_target = jax.vmap(
-        lambda *a: vtrace(*a, self.gae_lambda), in_axes=1, out_axes=1)(
+        lambda *a: vtrace(*a, trace_lambda), in_axes=1, out_axes=1)(
             value, rollout.reward, discounts(rollout, self.discount), rho)
-    return {'advantage': advantage, 'value_target': value_target}
+    targets = {'advantage': advantage, 'value_target': value_target}
+    if self._as_nappo:
+      weighted = jnp.minimum(rho, 1.0) * advantage
+      if self.normalise_advantage:
+        mean, deviation = _mean_and_deviation(weighted, rollout.valid)
+        weighted = (weighted - mean) / deviation
+      targets |= {'advantage': weighted, 'log_prob': log_rho + rollout.extras['log_prob']}
+    return targets
+
+  @property
+  def _as_nappo(self) -> bool:
+    return self.vtrace and self.vtrace_variant == 'nappo'
 
   def statistics(self, state: TrainState, valid: jax.Array, targets: Any
                  ) -> tuple[jax.Array, jax.Array]:
@@ -100,17 +127,9 @@ class PPO(Algorithm):
     del state
     chex.assert_type(valid, bool)
     chex.assert_equal_shape([valid, targets['advantage']])
-    if not self.normalise_advantage or valid.size == 1:
+    if not self.normalise_advantage or valid.size == 1 or self._as_nappo:
       return jnp.zeros(()), jnp.ones(())
-    count = jnp.maximum(jnp.sum(valid.astype(jnp.float32)), 1.0)
-
-    def mean_over_valid(x):
-      return jnp.sum(jnp.where(valid, x, 0.0)) / count
-
-    mean = mean_over_valid(targets['advantage'])
-    variance = mean_over_valid(jnp.square(targets['advantage'] - mean))
-    # A minibatch may have equal advantages, whose deviation is 0.
-    return mean, jnp.sqrt(variance) + 1e-8
+    return _mean_and_deviation(targets['advantage'], valid)
 
   def unit_of_values(self, params: Params) -> jax.Array | float:
     """Returns the factor of errors of values: they count in deviations if values are normalised."""
@@ -129,16 +148,31 @@ class PPO(Algorithm):
       dist_params, value, _ = self.network.apply(params, rollout.obs, None, rollout.valid)
 
     unit = self.unit_of_values(params)
-    of_rows = (dist_params, value * unit, rollout.action, rollout.extras['log_prob'],
+    before = batch.targets.get('log_prob', rollout.extras['log_prob'])
+    of_rows = (dist_params, value * unit, rollout.action, before,
                rollout.extras['value'] * unit, (batch.targets['advantage'] - mean) / std,
                batch.targets['value_target'] * unit, rollout.valid)
     loss, terms = ppo_loss(
         *(x.reshape(-1, *x.shape[2:]) for x in of_rows), self.parts.policy, clip=self.clip,
-        clip_value=self.clip_value, value_coef=self.value_coef, entropy_coef=self.entropy_coef)
+        clip_smoothly=self.clip_smoothly, clip_value=self.clip_value, value_coef=self.value_coef,
+        entropy_coef=self.entropy_coef)
     predictions = Predictions.of(
         rollout.extras['value'], batch.targets['value_target'], rollout.valid)
     return loss / batch.count, Aux(terms, jnp.sum(rollout.valid.astype(jnp.float32)),
                                    predictions=predictions)
+
+
+def _mean_and_deviation(x: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns the mean and deviation [] of the valid elements of x."""
+  count = jnp.maximum(jnp.sum(valid.astype(jnp.float32)), 1.0)
+
+  def mean_over_valid(x):
+    return jnp.sum(jnp.where(valid, x, 0.0)) / count
+
+  mean = mean_over_valid(x)
+  variance = mean_over_valid(jnp.square(x - mean))
+  # All may be equal, and their deviation 0.
+  return mean, jnp.sqrt(variance) + 1e-8
 
 
 def gae(
@@ -222,6 +256,7 @@ def ppo_loss(
     policy: Policy,
     *,
     clip: float = 0.1,
+    clip_smoothly: bool = False,
     clip_value: bool = False,
     value_coef: float = 0.5,
     entropy_coef: float = 0.01,
@@ -239,6 +274,7 @@ def ppo_loss(
     valid: [N] bool.
     policy: the policy whose parameters `dist_params` holds.
     clip: epsilon of equation 7.
+    clip_smoothly: bound the ratio by `smooth_clip`.
     clip_value: clip the value's change too, as in openai/baselines.
     value_coef: c1 of equation 9; the squared error is halved.
     entropy_coef: c2 of equation 9.
@@ -260,7 +296,8 @@ def ppo_loss(
   log_ratio = policy.log_prob(dist_params, action) - behaviour_log_prob
   ratio = jnp.exp(log_ratio)
   # rlax's clipped surrogate is a mean over all rows; this one is a sum over valid ones.
-  surrogate = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage)
+  bounded = (smooth_clip if clip_smoothly else jnp.clip)(ratio, 1 - clip, 1 + clip)
+  surrogate = jnp.minimum(ratio * advantage, bounded * advantage)
 
   error = jnp.square(value - value_target)
   if clip_value:
@@ -276,3 +313,12 @@ def ppo_loss(
   loss = (loss_terms['policy_loss'] + value_coef * loss_terms['value_loss']
           - entropy_coef * loss_terms['entropy'])
   return loss, loss_terms
+
+
+def smooth_clip(x: jax.Array, low: float, high: float) -> jax.Array:
+  """Returns x between two bounds, which it never reaches, with slope 1 in their middle.
+
+  It is rl_games' smooth clamp: a sigmoid, so numbers outside of the bounds keep a gradient.
+  """
+  width = high - low
+  return low + width * jax.nn.sigmoid(4 * ((x - low) / width - 0.5))

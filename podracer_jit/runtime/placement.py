@@ -85,6 +85,10 @@ class PlacementOptions:
       0.0, 'on a cluster begun on this machine: memory for arrays under way; 0: as computed',
       at_least=0, at_most=1e6)
 
+  learner_delay_s: float = option(
+      0.0, 'seconds that the learner waits in each call, to see what a slow one changes '
+      "(Cleanba's figure 2)", at_least=0, at_most=3600)
+
   chosen: tuple[str, ...] = internal(())  # fields that a rule has set, not a user
 
   @property

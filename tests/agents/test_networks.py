@@ -205,6 +205,14 @@ def test_impala_resnet_as_in_the_paper():
   assert_allclose(value, x @ heads['value']['kernel'] + heads['value']['bias'], rtol=1e-4)
 
 
+def test_impala_resnet_begins_with_orthogonal_weights_of_its_dense_layer():
+  params = networks.ImpalaResNet(hidden=24).init(
+      jax.random.key(0), np.zeros((1, 2, 9, 9), np.uint8))['params']
+  dense = np.asarray(params['Dense_0']['kernel'], np.float64)  # 2 x 2 x 32 features
+  assert dense.shape == (128, 24)
+  assert_allclose(dense.T @ dense, 2 * np.eye(24), atol=1e-5)
+
+
 @pytest.mark.quick
 def test_mlp_by_hand():
   network = make_network('mlp', categorical(2), hidden=(1,))

@@ -1,8 +1,12 @@
 """Configs have the values of the papers' tables; Atari configs use Machado et al.'s protocol."""
 
+import functools
 import re
+import runpy
+from pathlib import Path
 
 import pytest
+from absl.flags import FlagValues
 
 from podracer_jit import options
 from podracer_jit.configs import (
@@ -13,12 +17,22 @@ from podracer_jit.configs import (
   ppo_mujoco_fast,
   ppo_pong_envpool,
   pqn_minatar,
+  rl_games,
   sac_mujoco,
   td3_mujoco,
 )
-from podracer_jit.experiment.resolve import placement_of
+from podracer_jit.experiment.flags import parse
+from podracer_jit.experiment.resolve import placement_of, resolve
 from podracer_jit.replay.options import ReplayOptions
 from tests.runs import changed, prepared, small
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def in_examples(name):
+  """Returns what a module of examples/ defines."""
+  return runpy.run_path(str(ROOT / 'examples' / f'{name}.py'))
+
 
 # 1709.06009, table 2 and section 3. EnvPool's noop_max of 1 means no no-ops.
 PROTOCOL = {
@@ -26,50 +40,90 @@ PROTOCOL = {
     'env.noop_max': 1, 'env.episodic_life': False, 'env.frame_skip': 4,
     'env.max_episode_steps': 108_000 // 4, 'env.reward_clip': True,
     'total_steps': 50_000_000, 'num_minibatches': 4, 'optimizer.anneal': True,
-    'loss.discount': 0.99, 'loss.entropy_coef': 0.01, 'scheme': 'cleanba'}
+    'loss.discount': 0.99, 'loss.entropy_coef': 0.01, 'network.name': 'impala_resnet',
+    'network.channels': (16, 32, 32), 'network.blocks': 2, 'network.hidden': 256}
 MUJOCO = {
     'loss.discount': 0.99, 'loss.gae_lambda': 0.95, 'loss.clip': 0.2, 'loss.entropy_coef': 0.0,
     'loss.normalise_advantage': True, 'optimizer.name': 'adam', 'optimizer.eps': 1e-5,
     'optimizer.anneal': True, 'network.hidden': (64, 64), 'network.separate_critic': True,
     'normalise.obs': True, 'normalise.reward': True, 'normalise.value': False, 'policy': 'auto'}
+RL_GAMES = {
+    'env.num_envs': 64, 'loss.gae_lambda': 0.95, 'loss.clip': 0.2, 'loss.value_coef': 2.0,
+    'optimizer.max_grad_norm': 1.0, 'optimizer.anneal': False, 'normalise.value': True,
+    'network.separate_critic': False}
 CASES = {  # 2310.00036
-    'table 3': (impala_atari, {
-        'unroll_length': 20, 'num_epochs': 1, 'network.name': 'impala_resnet',
-        'optimizer.name': 'rmsprop', 'optimizer.learning_rate': 6e-4, 'optimizer.decay': 0.99,
-        'optimizer.eps': 0.01, 'optimizer.max_grad_norm': 40.0, 'loss.baseline_coef': 0.5,
-        'loss.vtrace_lambda': 1.0, 'loss.clip_rho': 1.0, 'loss.clip_pg_rho': 1.0}),
-    'table 2': (ppo_atari, {
-        'unroll_length': 128, 'num_epochs': 4, 'optimizer.name': 'adam',
+    'table 3': (impala_atari.get_config, PROTOCOL | {
+        'unroll_length': 20, 'num_epochs': 1, 'scheme': 'cleanba', 'optimizer.name': 'rmsprop',
+        'optimizer.learning_rate': 6e-4, 'optimizer.decay': 0.99, 'optimizer.eps': 0.01,
+        'optimizer.max_grad_norm': 40.0, 'loss.baseline_coef': 0.5, 'loss.vtrace_lambda': 1.0,
+        'loss.clip_rho': 1.0, 'loss.clip_pg_rho': 1.0}),
+    'table 2': (ppo_atari.get_config, PROTOCOL | {
+        'unroll_length': 128, 'num_epochs': 4, 'scheme': 'sync', 'optimizer.name': 'adam',
         'optimizer.learning_rate': 2.5e-4, 'optimizer.eps': 1e-5, 'optimizer.max_grad_norm': 0.5,
         'loss.gae_lambda': 0.95, 'loss.clip': 0.1, 'loss.clip_value': False,
         'loss.value_coef': 0.5, 'loss.normalise_advantage': True}),
+    'appendix E': (functools.partial(ppo_atari.get_config, 'appendix_e'), PROTOCOL | {
+        'unroll_length': 20, 'num_epochs': 1, 'optimizer.name': 'rmsprop',
+        'optimizer.learning_rate': 6e-4, 'optimizer.decay': 0.99, 'optimizer.eps': 0.01,
+        'optimizer.max_grad_norm': 40.0, 'loss.name': 'ppo', 'loss.clip': 0.1}),
+    'appendix F': (functools.partial(ppo_atari.get_config, 'appendix_f'), PROTOCOL | {
+        'total_steps': 100_000_000, 'optimizer.anneal': False, 'optimizer.name': 'adam',
+        'optimizer.learning_rate': 2.5e-4, 'unroll_length': 128}),
     # 1707.06347, table 3, with additions of openai/baselines (CleanRL's ppo_continuous_action).
-    'one million steps': (ppo_mujoco, MUJOCO | {
+    'one million steps': (ppo_mujoco.get_config, MUJOCO | {
         'total_steps': 1_000_000, 'env.num_envs': 1, 'unroll_length': 2048, 'num_epochs': 10,
         'num_minibatches': 32, 'optimizer.learning_rate': 3e-4, 'loss.clip_value': True,
         'loss.value_coef': 0.5, 'optimizer.max_grad_norm': 0.5}),
     # 2206.10558
-    'table 5': (ppo_mujoco_fast, MUJOCO | {
+    'table 5': (ppo_mujoco_fast.get_config, MUJOCO | {
         'total_steps': 10_000_000, 'env.num_envs': 64, 'unroll_length': 64, 'num_epochs': 2,
         'num_minibatches': 4, 'optimizer.learning_rate': 2.95e-3, 'loss.clip_value': False,
         'loss.value_coef': 1.3, 'optimizer.max_grad_norm': 3.5}),
     # 2206.10558's table 3; both papers have a table of this number.
-    'table 3 of EnvPool': (ppo_atari_8, {
+    'table 3 of EnvPool': (ppo_atari_8.get_config, {
         'total_steps': 10_000_000, 'env.num_envs': 8, 'unroll_length': 128, 'num_epochs': 4,
         'num_minibatches': 4, 'optimizer.name': 'adam', 'optimizer.learning_rate': 2.5e-4,
         'optimizer.eps': 1e-5, 'optimizer.anneal': True, 'loss.discount': 0.99,
         'loss.gae_lambda': 0.95, 'loss.clip': 0.1, 'loss.clip_value': True,
         'loss.value_coef': 0.5, 'loss.entropy_coef': 0.01, 'optimizer.max_grad_norm': 0.5,
         'loss.normalise_advantage': True}),
-    'table 4': (ppo_pong_envpool, {
+    'table 4': (ppo_pong_envpool.get_config, {
         'total_steps': 7_000_000, 'env.num_envs': 64, 'unroll_length': 128, 'num_epochs': 4,
         'num_minibatches': 4, 'optimizer.name': 'adam', 'optimizer.learning_rate': 2e-3,
         'optimizer.anneal': False, 'loss.discount': 0.99, 'loss.gae_lambda': 0.95,
         'loss.clip': 0.1, 'loss.clip_value': False, 'loss.value_coef': 2.24,
         'loss.entropy_coef': 0.0, 'optimizer.max_grad_norm': 1.13}),
+    # Tables 6 to 8 of 2206.10558.
+    **{f'table 6, {task}': (functools.partial(rl_games.get_config, task), RL_GAMES | {
+        'env.task': f'{task}-v4', 'unroll_length': steps, 'num_epochs': epochs,
+        'network.hidden': sizes, 'network.activation': 'elu', 'network.weight_init': 'xavier',
+        'num_minibatches': 2, 'loss.discount': 0.99, 'loss.reward_scale': 0.1,
+        'loss.entropy_coef': 0.0, 'loss.clip_smoothly': True, 'optimizer.kl_target': 0.008,
+        'optimizer.learning_rate': 3e-4, 'loss.clip_value': True, 'normalise.obs': True})
+       for task, steps, epochs, sizes in (
+           ('HalfCheetah', 256, 5, (128, 64, 32)), ('Ant', 64, 4, (256, 128, 64)),
+           ('Walker2d', 128, 5, (256, 128, 64)), ('Humanoid', 128, 5, (512, 256, 128)))},
+    'table 7': (functools.partial(rl_games.get_config, 'Breakout'), RL_GAMES | {
+        'env.task': 'Breakout-v5', 'unroll_length': 128, 'num_epochs': 2, 'num_minibatches': 4,
+        'loss.discount': 0.999, 'loss.entropy_coef': 0.01, 'optimizer.learning_rate': 8e-4,
+        'optimizer.kl_target': 0.0, 'loss.clip_value': False, 'normalise.obs': False,
+        'network.name': 'nature_cnn', 'network.activation': 'relu'}),
+    'table 8': (functools.partial(rl_games.get_config, 'Pong'), RL_GAMES | {
+        'env.task': 'Pong-v5', 'unroll_length': 128, 'num_epochs': 2, 'num_minibatches': 8,
+        'total_steps': 8_000_000, 'loss.discount': 0.999, 'loss.entropy_coef': 0.01,
+        'optimizer.learning_rate': 3e-4, 'optimizer.kl_target': 0.01, 'loss.clip_value': True,
+        'normalise.obs': True, 'network.name': 'nature_cnn', 'network.activation': 'elu'}),
+    # 2007.02622, section 4.2.
+    'Obstacle Tower': (in_examples('obstacle_tower')['get_config'], {
+        'scheme': 'rapid', 'network.name': 'fixup_resnet', 'network.core': 'gru',
+        'network.core_size': 256, 'unroll_length': 800, 'env.num_envs': 16, 'num_epochs': 2,
+        'num_minibatches': 16 * 800 // 1600, 'loss.clip': 0.15, 'loss.value_coef': 0.2,
+        'loss.entropy_coef': 0.01, 'loss.discount': 0.99, 'loss.gae_lambda': 0.95,
+        'optimizer.name': 'adam', 'optimizer.anneal': False, 'optimizer.learning_rate':
+        'piecewise:4e-4:100000000steps=1e-4:400000000steps=2.5e-5'}),
     # 1802.09477, section 6.1, with sizes, rate, batch and random steps of the authors' later
     # program (CleanRL's td3_continuous_action).
-    'TD3': (td3_mujoco, {
+    'TD3': (td3_mujoco.get_config, {
         'total_steps': 1_000_000, 'env.task': 'HalfCheetah-v4', 'network.hidden': (256, 256),
         'network.activation': 'relu', 'optimizer.name': 'adam', 'optimizer.learning_rate': 3e-4,
         'optimizer.anneal': False, 'optimizer.eps': 1e-8, 'loss.discount': 0.99, 'loss.tau': 0.005,
@@ -79,7 +133,7 @@ CASES = {  # 2310.00036
         'replay.batch_size': 256, 'replay.gradient_steps': 4 * 8, 'unroll_length': 4,
         'env.num_envs': 8, 'replay.priority_exponent': 0.0}),
     # 1812.05905, table 1, with the critics' rate of CleanRL's sac_continuous_action.
-    'SAC': (sac_mujoco, {
+    'SAC': (sac_mujoco.get_config, {
         'total_steps': 1_000_000, 'env.task': 'HalfCheetah-v4', 'network.hidden': (256, 256),
         'network.activation': 'relu', 'optimizer.name': 'adam', 'optimizer.learning_rate': 3e-4,
         'loss.critic_rate': pytest.approx(1e-3 / 3e-4), 'optimizer.anneal': False,
@@ -88,7 +142,7 @@ CASES = {  # 2310.00036
         'replay.batch_size': 256, 'replay.gradient_steps': 4 * 8, 'unroll_length': 4,
         'env.num_envs': 8, 'replay.priority_exponent': 0.0}),
     # The authors' program of 2407.04811 for MinAtar.
-    'PQN': (pqn_minatar, {
+    'PQN': (pqn_minatar.get_config, {
         'total_steps': 10_000_000, 'env.num_envs': 128, 'unroll_length': 32, 'num_minibatches': 32,
         'num_epochs': 2, 'loss.discount': 0.99, 'loss.trace_lambda': 0.65,
         'loss.epsilon': 'linear:1:0.05:0.1', 'optimizer.name': 'radam',
@@ -99,14 +153,39 @@ CASES = {  # 2310.00036
 
 @pytest.mark.parametrize('case', CASES)
 def test_a_config_has_the_values_of_the_papers_table(case):
-  module, expected = CASES[case]
-  config = module.get_config()
-  protocol = PROTOCOL if module in (impala_atari, ppo_atari) else {}
-  for field, value in (protocol | expected).items():
+  get_config, expected = CASES[case]
+  config = get_config()
+  for field, value in expected.items():
     configured = config
     for part in field.split('.'):
       configured = configured[part]
     assert configured == value, field
+
+
+@pytest.mark.parametrize('name, actors, learners, processes, num_envs', [
+    ('a0_l1', (0,), (1,), 1, 128), ('a0_l0', (0,), (0,), 1, 128),
+    ('a0_l1,2,3', (0,), (1, 2, 3), 1, 120), ('a0+1_l2+3_d2', (0, 1), (2, 3), 2, 128),
+    ('a0_l1,2,3_d2', (0,), (1, 2, 3), 2, 120)])
+@pytest.mark.parametrize('config', ['impala_atari', 'ppo_atari'])
+def test_placements_by_their_names_in_cleanba_fit_its_configs(config, name, actors, learners,
+                                                              processes, num_envs):
+  given = in_examples('cleanba_names')['flags'](name)
+  flags = [flag.replace("'", '') for flag in given if flag != '--distributed']  # as a shell does
+  assert (len(flags) < len(given)) == (processes > 1)
+  experiment = resolve(parse(['train', f'--config=configs/{config}.py', *flags], FlagValues()))
+  place = experiment.placement
+  assert (place.actor_devices, place.learner_devices) == (actors, learners)
+  assert experiment.env.num_envs == num_envs
+  # Each actor has as many shards, and each learner one group.
+  assert experiment.num_shards == 2 * len(actors) * processes
+  assert experiment.num_grad_shards == len(learners) * processes
+
+
+@pytest.mark.parametrize('name', ['', 'a0', 'l1', 'a_l1', 'a0_l1_d0', 'a0_l1 2'])
+def test_other_names_of_placements_are_refused(name):
+  flags = in_examples('cleanba_names')['flags']
+  with pytest.raises(ValueError, match='such as a0_l1,2,3'):
+    flags(name)
 
 
 @pytest.mark.parametrize('fields, message', [

@@ -322,6 +322,62 @@ def test_gradient_is_exact_on_any_mesh(name, size, microbatch_rows):
     jax.tree.map(assert_array_equal, on_several_devices, results[0])
 
 
+@pytest.mark.parametrize('normalise_advantage', [False, True])
+def test_vtrace_as_in_nappos_program(normalise_advantage):
+  """The advantage has the clipped weight and lambda 1; the ratio is to the trained policy."""
+  rollout = make_rollout(3, STEPS, NUM_ENVS)
+  algorithm = make('ppo', dict(vtrace=True, vtrace_variant='nappo',
+                               normalise_advantage=normalise_advantage))
+  params = make_params(algorithm)
+  targets = algorithm.targets(_view(params), rollout)
+  logits, value = _outputs(params, rollout.obs)
+  expected = np.zeros((STEPS, NUM_ENVS))
+  log_prob = np.zeros((STEPS, NUM_ENVS))
+  for b in range(NUM_ENVS):
+    ends = rollout.terminated[:, b], rollout.truncated[:, b], rollout.valid[:, b]
+    ratio = reference.ratios(logits[:-1, b], rollout.action[:, b], rollout.extras['log_prob'][:, b])
+    _, expected[:, b] = reference.vtrace(value[:, b], rollout.reward[:, b], ratio, DISCOUNT, ends)
+    log_prob[:, b] = np.log(ratio) + rollout.extras['log_prob'][:, b]
+  of_rows = expected[rollout.valid]
+  if normalise_advantage:
+    of_rows = (of_rows - of_rows.mean()) / of_rows.std()
+  assert_allclose(np.array(targets['advantage'])[rollout.valid], of_rows, rtol=1e-4, atol=1e-4)
+  assert_allclose(np.array(targets['log_prob'])[rollout.valid], log_prob[rollout.valid], rtol=1e-4,
+                  atol=1e-5)
+  mean, deviation = algorithm.statistics(_view(params), jnp.asarray(rollout.valid), targets)
+  assert (mean, deviation) == (0, 1)
+  # In the first gradient step of an update the policy is that of the targets: all ratios are 1.
+  learn = jax.jit(FromRollouts(algorithm, Groups(2, NUM_ENVS // 2), 1, 1, 0).learn)
+  metrics = learn(_state(params, algorithm), rollout)[1]
+  assert_allclose(metrics['approx_kl'], 0, atol=1e-6)
+  assert metrics['clip_fraction'] == 0
+
+
+@pytest.mark.parametrize('vtrace', [False, True])
+def test_scaled_rewards_are_as_if_the_task_gave_them(vtrace):
+  rollout = make_rollout(3, STEPS, NUM_ENVS)
+  scaled = rollout._replace(reward=rollout.reward * np.float32(0.25))
+  targets = []
+  for reward_scale, given in ((0.25, rollout), (1.0, scaled)):
+    algorithm = make('ppo', dict(reward_scale=reward_scale, vtrace=vtrace))
+    targets.append(algorithm.targets(_view(make_params(algorithm)), given))
+  jax.tree.map(assert_array_equal, *targets)
+
+
+def test_impalas_loss_is_divided():
+  rollout = make_rollout(3, STEPS, NUM_ENVS)
+  steps = []
+  for divisor in (1, 4):
+    # This step is the gradient.
+    algorithm = make('impala', dict(divisor=divisor),
+                     optimizer=Plain(learning_rate=0.1, max_grad_norm=1e9))
+    params = make_params(algorithm)
+    learn = jax.jit(FromRollouts(algorithm, Groups(2, NUM_ENVS // 2), 1, 1, 0).learn)
+    after = learn(_state(params, algorithm), rollout)[0].params
+    steps.append(jax.tree.map(lambda x, y: divisor * (y - x), params, after))  # noqa: B023
+  jax.tree.map(lambda x, y: assert_allclose(x, y, rtol=1e-3, atol=1e-5), *steps)
+
+
 @pytest.mark.parametrize('name, vtrace', essential(
     [('impala', False), ('ppo', False), ('ppo', True)], 'impala'))
 def test_deduplicated_frames_give_the_same_gradient_as_whole_stacks(name, vtrace):

@@ -11,6 +11,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit import losses
 from podracer_jit.agents import policies
+from podracer_jit.losses.ppo import smooth_clip
 from tests import reference
 
 ACTIONS = 4
@@ -291,7 +292,7 @@ PPO_DEFAULTS = dict(clip=0.1, clip_value=False, value_coef=0.5, entropy_coef=0.0
 
 @pytest.mark.parametrize('seed', range(3))
 @pytest.mark.parametrize('options', [
-    dict(), dict(clip_value=True),
+    dict(), dict(clip_value=True), dict(clip=0.3, clip_smoothly=True),
     dict(clip=0.2, clip_value=True, value_coef=1.5, entropy_coef=0.2)])
 def test_ppo_loss_and_gradient(seed, options):
   rows = _ppo_rows(seed)
@@ -330,6 +331,15 @@ def test_ppo_by_hand():
     assert_allclose(terms['approx_kl'], -2 * np.log(1.5) - 2 * np.log(0.5), rtol=1e-5)
     assert terms['clip_fraction'] == 4
     assert_allclose(loss, 1.6 + 0.5 * value_loss - 0.01 * bonus, rtol=1e-5)
+
+
+def test_smooth_clip_by_hand():
+  """The sigmoid of 4 (x - 0.8) / 0.4 - 2, at -2, 0, 2 and 4."""
+  assert_allclose(smooth_clip(jnp.float32([0.8, 1.0, 1.2, 1.4]), 0.8, 1.2),
+                  [0.8 + 0.4 * 0.1192029, 1.0, 1.2 - 0.4 * 0.1192029, 0.8 + 0.4 * 0.9820138],
+                  rtol=1e-6)
+  slope = jax.vmap(jax.grad(lambda x: smooth_clip(x, 0.8, 1.2)))(jnp.float32([1.0, 1e3, -1e3]))
+  assert_allclose(slope, [1.0, 0.0, 0.0], atol=1e-6)
 
 
 @pytest.mark.parametrize('clip_value', [False, True])

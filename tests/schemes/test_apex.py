@@ -288,6 +288,9 @@ def test_epsilons_and_noise_are_those_of_the_paper():
   dqn = losses.DQN()
   np.testing.assert_allclose(dqn.exploration(3), [0.4, 0.4 ** 4.5, 0.4 ** 8], rtol=1e-6)
   assert dqn.exploration(1) == np.float32(0.4)
+  # Appendix B: a fixed set of six.
+  six = (0.5, 0.25, 0.125, 0.0625, 0.03125, 0.0)
+  np.testing.assert_array_equal(losses.DQN(epsilons=six).exploration(8), [*six, 0.5, 0.25])
   np.testing.assert_array_equal(losses.DPG().exploration(16), np.full(16, np.float32(0.3)))
   # The actors get them in the order of the environments.
   acting = run_of('dqn', scheme='sync').acting

@@ -117,6 +117,23 @@ def test_workers_of_gradients_neither_get_nor_send_the_optimizers_state():
     assert isinstance(aux, Aux) and aux.priority is None
 
 
+def test_a_slow_learner_changes_the_delays_of_impala_alone():
+  """Cleanba's figure 2: only where actors do not wait, their rollouts are older."""
+  delays = {}
+  receipts = {}
+  for scheme in ('cleanba', 'impala'):
+    for delay_s in (0.0, 0.2):
+      config = changed(with_scheme(scheme, small()), placement__learner_delay_s=delay_s,
+                       num_minibatches=1, num_shards=2, num_grad_shards=2)
+      got, reports, _ = run(config, updates=6)
+      receipts[scheme, delay_s] = got
+      delays[scheme, delay_s] = [report.cgd[0] for report in reports]
+  assert receipts['cleanba', 0.0] == receipts['cleanba', 0.2]
+  assert delays['cleanba', 0.0] == delays['cleanba', 0.2] == [0.0, *[1.0] * 5]
+  # The actor's rollouts wait in the queue while the learner does.
+  assert delays['impala', 0.2][-1] >= 1.0 and delays['impala', 0.2][0] == 0.0
+
+
 @pytest.mark.parametrize('vtrace', [False, True])
 def test_impala_learns_on_while_an_actor_is_stalled(vtrace):
   """The learner continues with the rollouts of the other actor."""
