@@ -226,7 +226,7 @@ def _fields() -> set[str]:
       if isinstance(value, Mapping):
         visit(value, f'{prefix}{key}.')
 
-  for loss, network in (('ppo', 'mlp'), ('ppo', 'nature_cnn'), ('dqn', 'mlp')):
+  for loss, network in (('ppo', 'mlp'), ('ppo', 'nature_cnn'), ('impala', 'mlp'), ('dqn', 'mlp')):
     visit(experiment.config(loss, network, 'adam').to_dict())
   return fields
 

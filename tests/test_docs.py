@@ -17,8 +17,22 @@ def blocks(path, language):
   return re.findall(rf'```{language}\n(.*?)```', path.read_text(), re.DOTALL)
 
 
-def test_the_readmes_program_that_trains_from_python(tmp_path):
-  (program,) = [block for block in blocks(ROOT / 'README.md', 'python') if 'pj.train(' in block]
+def test_the_readmes_program(tmp_path):
+  (program,) = blocks(ROOT / 'README.md', 'python')
+  result = processes.run([sys.executable, '-c', program + 'print(int(action))'], cwd=tmp_path)
+  assert result.returncode == 0, result.stderr
+  mean, action = re.findall(r'mean return of 20 episodes: (.*)\n(.*)', result.stdout)[-1]
+  assert float(mean) > 100  # random play: 22
+  assert action in '01'
+
+
+def test_the_readme_is_short():
+  assert len((ROOT / 'README.md').read_text().split()) <= 900
+
+
+def test_the_program_that_trains_from_python(tmp_path):
+  (program,) = [block for block in blocks(ROOT / 'docs' / 'python.md', 'python')
+                if 'pj.train(' in block]
   result = processes.run([sys.executable, '-c', program], cwd=tmp_path)
   assert result.returncode == 0, result.stderr
   assert 'stopped at update' in result.stdout  # by the callback
@@ -26,8 +40,8 @@ def test_the_readmes_program_that_trains_from_python(tmp_path):
   assert (tmp_path / 'runs' / 'agent' / 'parameters.safetensors').is_file()
 
 
-def test_the_readmes_config_is_that_of_the_package():
-  (shown,) = [block for block in blocks(ROOT / 'README.md', 'python') if 'get_config' in block]
+def test_the_config_that_is_shown_is_that_of_the_package():
+  (shown,) = blocks(ROOT / 'docs' / 'configs.md', 'python')
   shown = [line.partition('  #')[0] for line in shown.splitlines() if line]
   file = (ROOT / 'podracer_jit' / 'configs' / 'impala_catch.py').read_text().splitlines()
   assert shown == [line for line in file[file.index(shown[0]):] if line and '"""' not in line]
@@ -48,9 +62,9 @@ def test_the_program_that_reads_a_trace(tmp_path):
 
 
 @pytest.mark.full
-def test_the_readmes_commands_for_the_life_of_a_run(tmp_path):
-  """Runs the commands of the README in their order."""
-  text = (ROOT / 'README.md').read_text().partition('## The life of a run')[2]
+def test_the_commands_for_the_life_of_a_run(tmp_path):
+  """Runs the commands of the page in their order."""
+  text = (ROOT / 'docs' / 'runs.md').read_text().partition('## The life of a run')[2]
   block = re.search(r'```sh\n(.*?)```', text, re.DOTALL)[1]
   # The shell prints the commands instead of running them.
   lines = subprocess.run(['bash', '-euc', block.replace('scripts/train', 'echo')],

@@ -100,7 +100,7 @@ def _print_fields(fields: Mapping[str, Any]) -> None:
     print(f'  {name} = {value!r}\n      {meaning}')
   print("  env.* : any other option of the task's own\n")
   print(f'Fractional numbers of {" and ".join(schema.SCHEDULED)} may change during a run: '
-        f'FIELD={schedules.EXAMPLE}; "Schedules" in README.md explains how.\n')
+        f'FIELD={schedules.EXAMPLE}; "Schedules" in docs/configs.md explains how.\n')
 
 
 @contextlib.contextmanager

@@ -222,7 +222,7 @@ def _keep_programs() -> None:
   danger = stored_programs.danger_of(folder)
   if danger:
     _logger.warning('compiled programs are neither kept nor read: %s; programs in %s would be '
-                    'executed (see Trust in the README)', danger, shorten(folder))
+                    'executed (see Trust in docs/runs.md)', danger, shorten(folder))
     jax.config.update('jax_enable_compilation_cache', False)
 
 
