@@ -152,7 +152,8 @@ def tests_by_room() -> Iterator[str]:
 def texts() -> list[Path]:
   """Returns the files whose links, names and commands are checked."""
   return [ROOT / 'README.md', ROOT / 'ARCHITECTURE.md', ROOT / 'CHANGELOG.md',
-          ROOT / 'benchmarks' / 'gpu_day' / 'README.md', *sorted((ROOT / 'docs').glob('*.md')),
+          ROOT / 'CONTRIBUTING.md', ROOT / 'benchmarks' / 'gpu_day' / 'README.md',
+          *sorted((ROOT / 'docs').glob('*.md')),
           *sorted((PACKAGE / 'configs').glob('[!_]*.py'))]
 
 

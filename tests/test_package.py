@@ -41,6 +41,14 @@ def _run(*command, cwd, **kwargs):
   return done.stdout
 
 
+def test_the_citation_is_of_this_version():
+  parser = configparser.ConfigParser()
+  parser.read(ROOT / "setup.cfg")
+  citation = (ROOT / "CITATION.cff").read_text()
+  assert f'version: {parser["metadata"]["version"]}\n' in citation
+  assert f'license: {parser["metadata"]["license"]}\n' in citation
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
   (built,) = made.once(tmp_path_factory, "wheel", _build).glob("podracer_jit-*.whl")
