@@ -124,7 +124,7 @@ def measure_round(experiment: Experiment) -> list[Figures]:
   """Returns the figures of each kind of KINDS, in order."""
   with tempfile.TemporaryDirectory() as directory:
     root = Path(directory)
-    (root / 'cache').mkdir()
+    (root / 'cache').mkdir(mode=0o700)  # programs are not read from a folder of others
     file = write_config(root / 'config.py', experiment.fields)
     return [measure(file, root / kind, root / 'cache') for kind in KINDS]
 

@@ -113,8 +113,10 @@ def main(argv: Sequence[str]) -> int:
       measured.round = rounds.measure(with_scheme(run, values.rounds_of))
 
   limit_s = None if values.seconds is not None else start + LIMIT_S - time.monotonic()
-  code, ending = ended(work, limit_s)
-  finish(values, run, measured)
+  try:
+    code, ending = ended(work, limit_s)
+  finally:  # what was measured is kept
+    finish(values, run, measured)
   if ending is None:
     return code
   missing = [name for name in names if name not in measured.rounds]

@@ -40,7 +40,7 @@ class Measured:
 
   def result(self, unroll_length: int) -> dict[str, Any]:
     """Returns the figures of all parts that were measured; see `summarise`."""
-    rounds = {name: list(figures) for name, figures in self.rounds.items()}
+    rounds = {name: list(figures) for name, figures in dict(self.rounds).items()}
     result = summarise(rounds, unroll_length)
     for name, row in result['parts'].items():
       row |= self.memory[name]

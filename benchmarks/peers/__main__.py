@@ -147,9 +147,13 @@ class Measuring:
 
   def run(self, measurement: Measurement) -> bool:
     """Measures one process, and notes the result; returns whether that worked."""
-    start = time.monotonic()
     threads = self._results.threads(measurement)
+    start = time.monotonic()
     try:
+      peer = PEERS.get(measurement.program)
+      if peer and peer.venv:
+        venvs.python_of(self._folder / 'venvs', peer.venv)  # makes it once, which may take minutes
+        start = time.monotonic()
       figures = self._measure(measurement, threads)
       told = f'{figures["sps"]:,.0f} steps/s'
     except (processes.Failed, venvs.CannotMake) as error:

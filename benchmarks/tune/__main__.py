@@ -77,7 +77,8 @@ class Case:
       raise ValueError(f'scheme: {self._experiment.scheme_name} acts and learns at separate rates, '
                        'so no single figure says which placement is better; tune apex_lockstep '
                        'instead')
-    self._machine, _ = host.machine()
+    here, _ = host.machine()
+    self._machine = here._replace(cores=here.allowed, busy=0)  # others may have used a core
 
   @property
   def name(self) -> str:

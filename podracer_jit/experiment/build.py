@@ -26,7 +26,7 @@ from podracer_jit.envs.families import family_of
 from podracer_jit.envs.protocol import VectorEnvOfShapes
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.errors import EnvironmentFailed, OtherEpisodes
-from podracer_jit.experiment import modules
+from podracer_jit.experiment import modules, placing
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.learner.from_replay import FromReplay
 from podracer_jit.learner.from_rollouts import FromRollouts
@@ -36,7 +36,7 @@ from podracer_jit.numerics import counters
 from podracer_jit.numerics.groups import Groups
 from podracer_jit.options import INT32_MAX
 from podracer_jit.replay import buffer
-from podracer_jit.runtime import placement
+from podracer_jit.runtime import host, placement
 from podracer_jit.runtime.channels import Closed
 from podracer_jit.schemes import gradients, replaying, wiring
 from podracer_jit.schemes.reports import Report, ReportQueue
@@ -69,6 +69,13 @@ class Run:
         experiment.scheme, self.place, self.learner, self.acting, experiment.env.num_envs,
         experiment.num_shards, experiment.total_steps, experiment.placement.updates_per_call,
         experiment.deterministic, self._gradient_workers, self.kept_programs)
+
+  @property
+  def described_place(self) -> dict[str, Any]:
+    """The placement, as the headers of receipts have it, with the threads that there are."""
+    described = placing.as_json(self.experiment.placement)
+    return described | dict(env_threads=self.place.env_threads,
+                            xla_threads=host.xla_threads() or described['xla_threads'])
 
   def _gradient_workers(self) -> list[gradients.GradientWorker]:
     """Returns the gradient workers of a scheme with separate updates."""

@@ -75,7 +75,10 @@ def _devices(experiment: Experiment, machine: Machine, processes: int) -> dict[s
   """Returns the devices of actors and learners."""
   given = experiment.placement
   scheme = experiment.scheme
-  cores = min(machine.cores, machine.devices or machine.cores)
+  # Rates that are tied to each other allow some numbers of actors only, so this number must not
+  # follow the load: a run that was accepted goes on beside others, too.
+  cores = machine.allowed if scheme.graph.free_rates else machine.cores
+  cores = min(cores, machine.devices or cores)
   learner_units = machine.accelerators or cores
   # A TPU cannot call simulators outside of the program.
   is_on_cpu = given.actor_platform == 'cpu' or not machine.gpus and not experiment.spec.is_function
@@ -103,7 +106,9 @@ def _devices(experiment: Experiment, machine: Machine, processes: int) -> dict[s
     actor_devices = tuple(range(_divisor(shards, shards // per_device)))
   else:
     able = math.gcd(shards, groups) if scheme.graph.free_rates else shards
-    actor_devices = tuple(range(_divisor(able // per_device, actor_units)))
+    # Workers that compute gradients by themselves have as many actors each.
+    unit = len(learner_devices) if scheme.each else 1
+    actor_devices = tuple(range(_divisor(able // per_device, actor_units, unit)))
   if given.actor_devices and 'learner_devices' in given.open_fields and (
       scheme.alone or scheme.colocated or scheme.graph.one_program):
     learner_devices = given.actor_devices
@@ -188,6 +193,9 @@ def _threads(experiment: Experiment, machine: Machine, processes: int, place: Pl
   # Threads of a short step are worth it only if they are near each other.
   most = share if step_s > 10 * _THREAD_S else min(share, machine.near)
   env_threads = min(most, width, max(1, round(step_s / _THREAD_S)))
+  if experiment.spec.calls_python:
+    # Nobody knows how long these steps take, and a process that waits costs nothing.
+    env_threads = min(share, width)
   # XLA cuts an operation into a piece for each thread; small ones are slower in pieces. Where JAX
   # starts before the size of an observation is known, the update counts as large.
   is_small = (_numbers(experiment) < _NUMBERS_OF_A_DEVICE
@@ -213,9 +221,13 @@ def _numbers(experiment: Experiment) -> float:
   return (experiment.batch_rows * _passes(experiment) * math.prod(experiment.spec.obs_shape))
 
 
-def _divisor(number: int, most: int) -> int:
-  """Returns the largest divisor of a number up to `most`, at least 1."""
-  return next((n for n in range(min(number, most), 0, -1) if number % n == 0), 1)
+def _divisor(number: int, most: int, unit: int = 1) -> int:
+  """Returns the largest divisor of a number up to `most` that is a multiple of `unit`.
+
+  It is `unit` if `most` is less, and 1 if there is no such divisor.
+  """
+  return next((n for n in range(min(number, max(most, unit)), 0, -1)
+               if number % n == 0 and n % unit == 0), 1)
 
 
 def as_json(place: PlacementOptions) -> dict[str, Any]:

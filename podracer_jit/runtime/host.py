@@ -122,6 +122,11 @@ def _choose_kernels(deterministic: bool) -> None:
   os.environ['XLA_FLAGS'] = ' '.join([*given, f'{_REPEATABLE}=true'])
 
 
+def xla_threads() -> int | None:
+  """Returns the threads of XLA's CPU pool; None if this module has not set their number."""
+  return _sizes.get('threads')
+
+
 def started_devices() -> int | None:
   """Returns the CPU devices with which JAX has started; None: it has not."""
   before = jax.config.jax_num_cpu_devices
@@ -314,11 +319,13 @@ def _agree(timeout_s: float) -> None:
   state.client.key_value_set(f'podracer_jit/machine/{state.process_id}',
                              json.dumps([socket.gethostname(), sorted(os.sched_getaffinity(0)),
                                          machines.here()]))
+  deadline = time.monotonic() + timeout_s
   told = []
   for process in range(state.num_processes):
+    left_s = max(1.0, deadline - time.monotonic())
     try:
       told.append(json.loads(state.client.blocking_key_value_get(
-          f'podracer_jit/machine/{process}', int(timeout_s * 1000))))
+          f'podracer_jit/machine/{process}', int(left_s * 1000))))
     except RuntimeError:
       raise ValueError(f'--distributed: process {process} has joined but does not answer') from None
   _machine[:] = [(machines.smallest(_shares(told)), state.num_processes)]

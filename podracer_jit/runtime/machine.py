@@ -125,6 +125,9 @@ def _times() -> _Times | None:
 def _load_of_others(most: float) -> int:
   """Returns the cores that other processes have kept busy since this module was imported.
 
+  A core counts if it was busy for three quarters of that time, which may be a second or two: a short
+  command must not halve the devices of a long run.
+
   Args:
     most: that count, since a load is often over soon.
   """
@@ -133,7 +136,7 @@ def _load_of_others(most: float) -> int:
   if not (now and _FIRST) or now.elapsed - _FIRST.elapsed < _LEAST_S:
     return 0
   elapsed, busy, own = (b - a for a, b in zip(_FIRST, now, strict=True))
-  return round(min(max(0.0, (busy - own) / elapsed), most))
+  return math.floor(min((busy - own) / elapsed + 0.25, most)) if busy > own else 0
 
 
 _LEAST_S = 0.3

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import statistics
 import threading
 import time
@@ -201,16 +202,19 @@ class Adapting:
   def _try_all(self, ratios: list[str]) -> Iterator[Leg]:
     """Yields the legs of `_plan`; adds a phrase for each placement that was measured."""
     calls = _FIRST_CALLS
-    while (yield from self._measured(self.run, calls)) * calls * self._call < _LEG_S:
-      calls *= 2
-    left_s = self._left_s()
-    if left_s < LEAST_S:
-      return
-    self._own_s = self._seconds()
+    while True:
+      own_s = yield from self._measured(self.run, calls)
+      left_s = self._left_s()
+      if left_s < LEAST_S or (
+          _compiles_in_legs(self.run.experiment) and _SHARE * left_s < _COMPILE_S):
+        return
+      if calls * self._call * own_s >= _LEG_S:
+        break
+      # Each leg may compile a program anew, so few of them are made.
+      calls = max(2 * calls, math.ceil(1.1 * _LEG_S / (own_s * self._call)))
+    self._own_s = own_s
     self._left_to_spend_s = _SHARE * left_s
-    if _compiles_in_legs(self.run.experiment) and self._left_to_spend_s < _COMPILE_S:
-      return
-    calls = max(_LEG_CALLS, round(_LEG_S / (self._own_s * self._call)))
+    calls = max(_LEG_CALLS, round(_LEG_S / (own_s * self._call)))
     for place in candidates(self.run.experiment):
       self._prepared = _Prepared(self.run, place)
       while not self._prepared.is_done:
@@ -223,7 +227,7 @@ class Adapting:
       gains = yield from self._compare(other, calls)
       gain = statistics.median(gains)
       ratios.append(f'{_described(place)}, {gain:.2f} times as fast')
-      if len(gains) == _PAIRS and gain > _GAIN:
+      if len(gains) == _PAIRS and gain > _GAIN and min(gains) >= _NOT_SLOWER:
         self.run = other
         self._own_s /= gain
 
@@ -238,7 +242,10 @@ class Adapting:
       The other run's speed over that of the fastest so far, of each pair.
     """
     gains: list[float] = []
-    probe_s = yield from self._measured(other, max(_PROBE_CALLS, round(_PROBE_SHARE * calls)))
+    probe_calls = max(_PROBE_CALLS, round(_PROBE_SHARE * calls))
+    # The machine may be slower than it was when the own speed was measured last.
+    self._own_s = yield from self._measured(self.run, probe_calls)
+    probe_s = yield from self._measured(other, probe_calls)
     if probe_s > _FAR_SLOWER * self._own_s:
       return [self._own_s / probe_s]
     for pair in range(_PAIRS):
@@ -253,9 +260,10 @@ class Adapting:
 
 def candidates(experiment: Experiment) -> Sequence[PlacementOptions]:
   """Returns the placements that may be faster than the rule's; () if a run must keep its own."""
+  given = experiment.placement
   # A replay, or what an auxiliary phase keeps, is shared out to the learner's devices.
   keeps = experiment.replay is not None or experiment.algorithm.auxiliary() is not None
-  if not experiment.placement.adapt or not experiment.deterministic or keeps or (
+  if not (given.auto and given.adapt) or not experiment.deterministic or keeps or (
       jax.process_count() > 1):
     return ()
   others = placing.alternatives(experiment, jax.local_device_count())

@@ -11,12 +11,12 @@ import jax
 
 from podracer_jit import loops
 from podracer_jit.errors import OtherEpisodes, Refused
-from podracer_jit.experiment import build, placing
+from podracer_jit.experiment import build
 from podracer_jit.experiment.build import Snapshot
 from podracer_jit.runtime.channels import Closed
 from podracer_jit.schemes.reports import Report, Waits
 from podracer_jit.schemes.wiring import Position
-from podracer_jit.training.adapting import Adapting
+from podracer_jit.training.adapting import Adapting, Leg
 from podracer_jit.training.meter import LIVES
 
 # Called with the reports of all runs that have made updates, each with the number of its run.
@@ -98,12 +98,13 @@ class GraphProgram:
     self._run = run
     self._adapting = adapting
     self._snapshot: Snapshot | None = snapshot  # None if nothing comes next
+    self._leg: Leg | None = None  # with which the next segment begins; None: it is not known
 
   def header(self) -> dict[str, Any]:
     """Returns the placement, and the lives of actors that were begun again, if there are any."""
     lives = self._lives()
-    place = placing.as_json(self._adapting.run.experiment.placement)
-    return {'placement': place} | ({LIVES: lives} if lives else {})
+    self._leg = self._leg or self._adapting.next()
+    return {'placement': self._leg.run.described_place} | ({LIVES: lives} if lives else {})
 
   def _lives(self) -> Mapping[str, int]:
     return self._run.crew.lives() if self._run.crew else {}
@@ -124,7 +125,8 @@ class GraphProgram:
       Exception: the first failure of a worker.
       loops.Stuck: threads did not end after a failure or a second signal.
     """
-    leg = self._adapting.next()
+    leg = self._leg or self._adapting.next()
+    self._leg = None
     run = self._run
     snapshots = [self._snapshot]
     self._snapshot = None  # so that nothing of it stays in memory while the run trains

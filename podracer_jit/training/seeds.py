@@ -19,7 +19,7 @@ import numpy as np
 
 from podracer_jit.actor import kept_envs
 from podracer_jit.actor.rollouts import ActorState
-from podracer_jit.experiment import build, placing
+from podracer_jit.experiment import build
 from podracer_jit.experiment.build import Snapshot
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.learner import sharding
@@ -140,7 +140,7 @@ class SeedsProgram:
 
   def header(self) -> dict[str, Any]:
     """Returns the placement, and the number of seeds."""
-    return {'placement': placing.as_json(self._run.experiment.placement),
+    return {'placement': self._run.described_place,
             'num_seeds': self._num_seeds}
 
   def segment_index(self, number: int) -> int:

@@ -10,6 +10,7 @@ import pytest
 
 from podracer_jit import experiment as experiments
 from podracer_jit.configs import (
+  apex_dqn_pong_laptop,
   impala_atari,
   impala_catch,
   ppo_atari,
@@ -191,6 +192,30 @@ def test_one_program_is_on_several_devices_only_with_functions():
         resolve(config), placement=place, spec=resolve(config).spec._replace(
             is_function=is_function)), devices=16)
     assert [other.learner_devices for other in others] == ([(0,)] if is_function else [])
+
+
+def test_each_worker_of_gradients_has_as_many_actors_beside_a_load():
+  config = impala_catch.get_config()
+  config.scheme = 'rapid_async'
+  config.num_shards = config.num_grad_shards = 4
+  config.placement.learner_devices = (0, 1)
+  for machine in (Machine(8, 8), Machine(2, 2), Machine(1, 1, busy=1)):
+    assert len(placed(config, machine).actor_devices) % 2 == 0
+
+
+def test_the_number_of_actors_with_free_rates_does_not_follow_the_load():
+  config = apex_dqn_pong_laptop.get_config()
+  config.scheme = 'apex'
+  config.num_shards = config.num_grad_shards = 2
+  places = [placed(config, machine) for machine in (Machine(2, 2), Machine(1, 1, busy=1))]
+  assert places[0].actor_devices == places[1].actor_devices == (0, 1)
+
+
+def test_environments_in_python_have_a_process_for_each_core():
+  config = impala_catch.get_config()
+  place = placed(config, Machine(8, 8), calls_python=True, step_us=50.0)
+  assert place.env_threads == 8
+  assert placed(config, Machine(64, 8), calls_python=True).env_threads == 32  # environments
 
 
 def test_threads_of_xla_do_not_follow_the_load():

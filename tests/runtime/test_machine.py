@@ -57,6 +57,11 @@ def test_cores_that_others_use_do_not_count(monkeypatch):
   monkeypatch.setattr(machine, '_times', lambda: machine._Times(110.0, 84.0, 5.0))
   assert machine.here().cores == 5
   assert machine.here().allowed == 8
+  # A core that others used for less than three quarters of the time is free.
+  for busy_s, cores in ((7.0, 8), (7.6, 7), (17.0, 7), (17.6, 6)):
+    now = machine._Times(110.0, 50.0 + busy_s, 1.0)
+    monkeypatch.setattr(machine, '_times', lambda now=now: now)
+    assert machine.here().cores == cores
   # At most half of the cores count.
   monkeypatch.setattr(machine, '_times', lambda: machine._Times(110.0, 129.0, 1.0))
   assert machine.here().cores == 4

@@ -74,6 +74,24 @@ def test_devices_change_no_bit(tmp_path, eager, legs, scheme):
   assert receipts_of(tmp_path / 'adapted') == receipts_of(tmp_path / 'plain')
 
 
+def test_the_headers_have_the_devices_with_which_a_segment_begins(tmp_path, eager, at_once, legs):
+  config = runs.small(num_shards=2, num_grad_shards=2, total_steps=6000) | {'scheme': 'cleanba'}
+  assert runs.train(runs.fresh(config), tmp_path)
+  headers = [line for line in map(json.loads, (tmp_path / 'receipts.jsonl').read_text().splitlines())
+             if 'first_update' in line]
+  starts, update = {}, 1
+  for leg in legs:
+    starts[update] = list(leg.run.experiment.placement.learner_devices)
+    update += leg.updates
+  told = {line['first_update']: line['placement'] for line in headers}
+  assert len(told) > 3 and len({str(place['learner_devices']) for place in told.values()}) > 1
+  for first_update, place in told.items():
+    # A leg that a segment cuts short is begun again.
+    if first_update in starts:
+      assert place['learner_devices'] == starts[first_update]
+    assert place['env_threads'] >= 1 and place['xla_threads'] >= 2
+
+
 def test_a_run_that_adapts_can_be_stopped_and_goes_on(tmp_path, eager, legs):
   config = runs.small(num_shards=2, num_grad_shards=2, total_steps=4000) | {'scheme': 'cleanba'}
   runs.train(runs.fresh(config), tmp_path / 'stopped', stop=13)
@@ -189,6 +207,29 @@ def test_slower_devices_are_given_up_after_a_pair(monkeypatch):
   _, _, taken, _ = trial(
       monkeypatch, lambda place: 1.0 if devices_of(place) == one else 2.0, two_devices())
   assert [updates for place, updates in taken if place != one] == [6, 6, 6]
+
+
+def test_devices_of_which_the_last_pair_is_slower_are_not_kept(monkeypatch):
+  one = (0,), (0,)
+  legs = collections.Counter()
+
+  def seconds(place):
+    legs[devices_of(place)] += 1
+    # The probe and three legs are faster, the fourth one is not.
+    return 1.0 if devices_of(place) == one else 0.9 if legs[devices_of(place)] <= 4 else 1.5
+
+  own, kept, taken, _ = trial(monkeypatch, seconds, two_devices())
+  assert kept is own
+  assert max(collections.Counter(place for place, updates in taken if updates == 12
+                                 and place != one).values()) == 4
+
+
+def test_short_updates_are_measured_in_few_legs(monkeypatch):
+  _, _, taken, _ = trial(monkeypatch, lambda place: 0.001, two_devices(total_steps=2_000_000_000))
+  place, updates = zip(*taken, strict=True)
+  first = next(i for i, other in enumerate(place) if other != place[0])
+  # 16 calls, then five seconds; the third leg is beside the probe.
+  assert updates[:first] == (16, 5500, 625)
 
 
 @pytest.mark.parametrize('start_s, fewest, most', [(0.0, 12, 12), (3.0, 4, 8), (30.0, 0, 0)])
@@ -357,6 +398,9 @@ def test_on_accelerators_only_actors_move(monkeypatch):
   monkeypatch.setattr(adapting.jax, 'default_backend', lambda: 'gpu')
   own = experiment.placement.learner_devices
   assert [place.learner_devices for place in adapting.candidates(experiment)] == [own]
+  # Without a rule there is one device.
+  fixed = runs.fresh(runs.changed(experiment.fields, placement__auto=False)).experiment
+  assert not adapting.candidates(fixed)
 
 
 def test_devices_that_a_config_sets_are_kept():
