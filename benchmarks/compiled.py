@@ -19,7 +19,7 @@ from podracer_jit.runtime.stored_programs import StoredProgram
 MOVES = {'parameter', 'get-tuple-element', 'tuple', 'copy', 'bitcast', 'transpose', 'constant'}
 
 CALLED = re.compile(r'(calls|to_apply|body|condition|branch_computations)=(\{[^}]*\}|%[\w.-]+)')
-NAMES = re.compile(r', (metadata|backend_config|sharding|frontend_attributes)='
+NAMES = re.compile(r', (metadata|backend_config|sharding|frontend_attributes|control-predecessors)='
                    r'(\{(?:[^{}]|\{[^{}]*\})*\})')
 
 
@@ -150,6 +150,28 @@ def launches(text: str) -> float:
     return sum(map(of, called)) if line.opcode == 'call' else 1
 
   return of(entry)
+
+
+def kernels(text: str) -> dict[str, set[str]]:
+  """Returns the kernels of each island of a program for GPUs or TPUs, by the name of the island.
+
+  Kernels that only move numbers are left out.
+  """
+  computations = _parse(text)
+  # What fusions and reductions consist of is no kernel of its own.
+  inner = {name for lines in computations.values() for line in lines
+           if line.opcode not in ('while', 'conditional', 'call')
+           for _, names in CALLED.findall(line.attributes)
+           for name in re.findall(r'%([\w.-]+)', names)}
+  of_islands = collections.defaultdict(set)
+  for name, lines in computations.items():
+    if name in inner:
+      continue
+    for line in lines:
+      island = _island(line)
+      if island and line.opcode not in FREE and not _moves(computations, line):
+        of_islands[island].add(_formula(computations, line))
+  return dict(of_islands)
 
 
 def _island(line: Instruction) -> str | None:

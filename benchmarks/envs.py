@@ -6,7 +6,8 @@
 Variants, of which all take turns:
 
 - for-loop: environments one after the other, called from Python;
-- subprocess: Gymnasium's `AsyncVectorEnv`, one process for each environment, shared memory;
+- subprocess: Gymnasium's `AsyncVectorEnv`, one process for each environment, shared memory, up to
+  eight of them for each core;
 - sync: one EnvPool that steps all environments at once;
 - async: one EnvPool that continues with the first environments that are ready (--batches);
 - rollout: EnvPool's XLA interface in a compiled loop, as the package's actors have it.
@@ -14,8 +15,8 @@ Variants, of which all take turns:
 A table in Markdown has steps a second of all environments, the median of --rounds with the lowest
 and the highest. The paper counts frames: four in a step of Atari, five substeps in one of MuJoCo.
 For-loop and subprocess call EnvPool's single environments, so all variants have the same
-simulators. With --pin each thread of a pool stays on a core of its own. One environment shows what
-each variant costs by itself (table 2). On a machine with several NUMA nodes, start the command
+simulators, and with one environment the variants show what they cost by themselves. With --pin each
+thread of a pool stays on a core of its own. On a machine with several NUMA nodes, start the command
 under `numactl` for each node, and add the speeds.
 """
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import statistics
 import sys
@@ -33,16 +35,11 @@ from typing import Any
 
 import envpool
 import gymnasium
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-
-from benchmarks.common import say
 
 # Steps of all environments in a call of the compiled loop.
 LOOP_STEPS = 32
-MOST_PROCESSES = 64
+PROCESSES_OF_A_CORE = 8
 
 
 class One(gymnasium.Env):
@@ -56,20 +53,32 @@ class One(gymnasium.Env):
   def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict]:
     """Returns the first observation."""
     obs, _ = self._pool.reset()
-    return obs[0], {}
+    return _first(obs), {}
 
   def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
     """Takes a step; the episode that follows an end begins by itself."""
     obs, reward, *_ = self._pool.step(np.asarray(action)[None])
-    return obs[0], float(reward[0]), False, False, {}
+    return _first(obs), float(reward[0]), False, False, {}
+
+
+def _first(obs: Any) -> Any:
+  """Returns the first row of an observation, which may be a dict."""
+  return {name: _first(x) for name, x in obs.items()} if isinstance(obs, dict) else obs[0]
 
 
 def random_actions(space: gymnasium.Space, rows: int) -> np.ndarray:
-  """Returns actions [rows, ...] drawn from a space, which must be Discrete or a Box."""
+  """Returns actions [rows, ...] drawn from a space.
+
+  Raises:
+    ValueError: it is neither Discrete nor a Box.
+  """
   rng = np.random.default_rng(0)
   if isinstance(space, gymnasium.spaces.Discrete):
     return rng.integers(space.n, size=rows).astype(np.int32)
-  return rng.uniform(space.low, space.high, size=(rows, *space.shape)).astype(space.dtype)
+  if not isinstance(space, gymnasium.spaces.Box):
+    raise ValueError(f'are {space}; only Discrete and Box can be drawn')
+  low, high = np.clip(space.low, -1e3, 1e3), np.clip(space.high, -1e3, 1e3)
+  return rng.uniform(low, high, size=(rows, *space.shape)).astype(space.dtype)
 
 
 def for_loop(task: str, num_envs: int) -> Iterator[int]:
@@ -106,7 +115,7 @@ def pool(task: str, num_envs: int, batch: int, threads: int, pin: bool) -> Itera
     pin: whether each thread has a core of its own.
   """
   envs = envpool.make_gymnasium(task, num_envs=num_envs, batch_size=batch, num_threads=threads,
-                                thread_affinity_offset=0 if pin else -1)
+                                thread_affinity_offset=_first_core() if pin else -1)
   actions = random_actions(envs.action_space, num_envs)
   envs.async_reset()
   while True:
@@ -125,11 +134,19 @@ def rollout(task: str, num_envs: int, threads: int, pin: bool) -> Iterator[int]:
     threads: of the pool.
     pin: whether each thread has a core of its own.
   """
+  import jax  # noqa: PLC0415 - processes of environments do without
+  from jax import lax  # noqa: PLC0415
+
   envs = envpool.make_gymnasium(task, num_envs=num_envs, num_threads=threads,
-                                thread_affinity_offset=0 if pin else -1)
-  actions = jnp.asarray(random_actions(envs.action_space, num_envs))
+                                thread_affinity_offset=_first_core() if pin else -1)
   envs.async_reset()
-  handle, recv, send, _ = envs.xla()
+  arrays = [*envs.spec.state_array_spec.values(), *envs.spec.action_array_spec.values()]
+  # Without x64, JAX would turn the float64 of MuJoCo into float32, which EnvPool refuses.
+  has_float64 = np.dtype(np.float64) in [np.dtype(x.dtype) for x in arrays]
+  x64 = functools.partial(jax.enable_x64, has_float64)
+  with x64():
+    actions = jax.numpy.asarray(random_actions(envs.action_space, num_envs))
+    handle, recv, send, _ = envs.xla()
 
   @jax.jit
   def steps(handle):
@@ -139,8 +156,21 @@ def rollout(task: str, num_envs: int, threads: int, pin: bool) -> Iterator[int]:
     return lax.fori_loop(0, LOOP_STEPS, step, handle)
 
   while True:
-    handle = jax.block_until_ready(steps(handle))
+    with x64():
+      handle = jax.block_until_ready(steps(handle))
     yield LOOP_STEPS * num_envs
+
+
+def _first_core() -> int:
+  """Returns the first core that this process may use.
+
+  Raises:
+    ValueError: the cores are not consecutive, and EnvPool counts on from the first one.
+  """
+  cores = sorted(os.sched_getaffinity(0))
+  if cores[-1] - cores[0] >= len(cores):
+    raise ValueError(f'--pin: wants consecutive cores, and this process may use {cores}')
+  return cores[0]
 
 
 def speed(steps: Iterator[int], seconds: float) -> float:
@@ -160,7 +190,7 @@ def variants(task: str, num_envs: int, args: argparse.Namespace
       'for-loop': lambda: for_loop(task, num_envs),
       'sync': lambda: pool(task, num_envs, num_envs, threads, args.pin),
       'rollout': lambda: rollout(task, num_envs, threads, args.pin)}
-  if num_envs <= MOST_PROCESSES:
+  if num_envs <= PROCESSES_OF_A_CORE * len(os.sched_getaffinity(0)):
     begin['subprocess'] = lambda: subprocess(task, num_envs)
   for batch in args.batches or [max(1, num_envs // 2)]:
     if batch < num_envs:
@@ -189,6 +219,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if task not in envpool.list_all_envs():
       print(f'envs: --tasks: EnvPool has no {task!r}', file=sys.stderr)
       return 2
+    try:
+      random_actions(envpool.make_gymnasium(task, num_envs=1).action_space, 1)
+      if args.pin:
+        _first_core()
+    except ValueError as error:
+      what = '' if str(error).startswith('--') else f'--tasks: the actions of {task} '
+      print(f'envs: {what}{error}', file=sys.stderr)
+      return 2
     for num_envs in numbers(args.num_envs):
       measured = measure(variants(task, num_envs, args), args.seconds, args.rounds)
       for name, speeds in measured.items():
@@ -204,7 +242,7 @@ def measure(begin: dict[str, Callable[[], Iterator[int]]], seconds: float, round
   for name, start in begin.items():
     running[name] = start()
     next(running[name])  # makes the environments, or compiles
-    say(f'{name} is ready')
+    print(f'{name} is ready', file=sys.stderr, flush=True)
   speeds: dict[str, list[float]] = {name: [] for name in running}
   for _ in range(rounds):
     for name, steps in running.items():

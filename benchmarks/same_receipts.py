@@ -72,7 +72,8 @@ CASES = (
     Case('resnet-84', 'impala_atari.py:smoke', ('env.task=Pong-v5',)),
     Case('nature-84', 'impala_atari.py:smoke,nature_cnn', ('env.task=Pong-v5', 'scheme=fused',
                                                            'num_shards=2')),
-    Case('ppo-atari', 'ppo_atari.py:smoke', SMALL_FRAMES),
+    Case('ppo-atari', 'ppo_atari.py:smoke', (
+        *SMALL_FRAMES, 'scheme=cleanba', 'network.name=nature_cnn', 'network.hidden=64')),
     Case('pong-laptop', 'pong_laptop.py:smoke', ('total_steps=2000',)),
     Case('plain-reduce', 'impala_catch.py:smoke', ('exact_reduce=False', *TWO_DEVICES)),
     Case('dqn-lockstep', 'apex_dqn_catch.py:smoke'),

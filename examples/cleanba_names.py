@@ -33,8 +33,8 @@ def flags(name: str) -> list[str]:
   shards = 2 * len(actors) * processes
   groups = len(learners) * processes
   unit = math.lcm(shards, groups * MINIBATCHES)
-  return [f"--config.placement.actor_devices='({','.join(actors)},)'",
-          f"--config.placement.learner_devices='({','.join(learners)},)'",
+  return [f'--config.placement.actor_devices={",".join(actors)},',
+          f'--config.placement.learner_devices={",".join(learners)},',
           f'--config.num_shards={shards}', f'--config.num_grad_shards={groups}',
           f'--config.env.num_envs={max(1, ENVIRONMENTS // unit) * unit}',
           *(['--distributed'] if processes > 1 else [])]

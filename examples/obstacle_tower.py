@@ -33,6 +33,7 @@ def get_config(arg: str = ''):
   config.optimizer.anneal = False
   config.optimizer.learning_rate = 'piecewise:4e-4:100000000steps=1e-4:400000000steps=2.5e-5'
   config.num_shards = 2
+  config.num_grad_shards = 2  # at most two workers of gradients
   config.microbatch_rows = -1
   if 'smoke' in experiment.arguments(arg, 'smoke'):
     config.unroll_length = 4

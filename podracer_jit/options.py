@@ -48,6 +48,7 @@ class Meaning(NamedTuple):
   choices: tuple[str, ...] = ()  # of a string option; () for any string
   not_empty: bool = False  # a tuple must have elements
   max_length: int = 1024  # most elements of a tuple
+  element: Any = 0  # has the type of a tuple's elements, where the default is empty
   constant: bool = False  # a float option that cannot change during a run
   message: str = ''  # error message that replaces the one made from the limits
 
@@ -355,13 +356,14 @@ def _problem_of_text(value: Any, meaning: Meaning) -> str:
 
 
 def _problem_of_tuple(value: Any, default: tuple, meaning: Meaning) -> str:
-  if default and not isinstance(default[0], int):
+  element = default[0] if default else meaning.element
+  if not isinstance(element, int):
     # The elements have the type of the default's elements.
     if not isinstance(value, tuple | list):
       return 'must be a tuple'
     if len(value) > meaning.max_length:
       return f'must have at most {meaning.max_length} elements'
-    problems = (_problem(x, default[0], meaning) for x in value)
+    problems = (_problem(x, element, meaning) for x in value)
     return next((f'its elements {problem}' for problem in problems if problem), '')
   numbers = value if isinstance(value, tuple | list) else (None,)
   if len(numbers) > meaning.max_length:

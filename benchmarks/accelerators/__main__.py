@@ -3,9 +3,10 @@
   scripts/test --accelerators     makes the environment .venv-accelerators, and tests there
   .venv-accelerators/bin/python -m benchmarks.accelerators
 
-Compiles the rollout and the update of shipped configs for one H100, and prints a table in Markdown:
-the kernels of a step of all environments, and of an update. At the sizes of reinforcement learning
-a GPU's speed follows from their number. Kernels are not chosen by time, since nothing runs.
+Compiles the programs of shipped configs for one H100, and prints a table in Markdown: the kernels
+of a step of all environments, of an update, of both in one program, of adding a rollout to a
+replay, and of learning from one. At the sizes of reinforcement learning a GPU's speed follows from
+their number. Kernels are not chosen by time, since nothing runs.
 
 Exit code: 0, or 2 if the compilers are missing or a config is wrong.
 """
@@ -20,7 +21,9 @@ from collections.abc import Sequence
 from benchmarks.accelerators import chips
 
 CONFIGS = ('impala_atari:nature_cnn', 'impala_atari', 'ppo_mujoco', 'ppo_cartpole',
-           'apex_dqn_atari')
+           'pqn_minatar', 'apex_dqn_atari', 'sac_mujoco')
+COLUMNS = dict(step='kernels of a step', update='of an update', both='of a rollout and an update',
+               insert='of adding a rollout', learn='of learning once')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
   chips.prepare()
   from benchmarks.accelerators import programs  # noqa: PLC0415 - after the compilers' settings
-  print('| config | kernels of a step | of an update | seconds of compilation |')
-  print('| --- | --- | --- | --- |')
+  print(f'| config | {" | ".join(COLUMNS.values())} | seconds of compilation |')
+  print('| --- ' * (len(COLUMNS) + 2) + '|')
   for name in args.configs.split(','):
     try:
       config = programs.shipped(name)
@@ -45,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
       print(f'accelerators: {error}', file=sys.stderr)
       return 2
     since = time.monotonic()
-    of_step, of_update = programs.launches_of(config, chips.devices('cuda', 1))
-    seconds = time.monotonic() - since
-    print(f'| `{name}` | {of_step:,.1f} | {of_update:,.0f} | {seconds:.0f} |', flush=True)
+    kernels = programs.launches_of(config, chips.devices('cuda', 1))
+    cells = [f'{kernels[column]:,.0f}' if column in kernels else '' for column in COLUMNS]
+    print(f'| `{name}` | {" | ".join(cells)} | {time.monotonic() - since:.0f} |', flush=True)
   return 0
 
 

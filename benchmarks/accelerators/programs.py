@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import export as jax_export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from benchmarks.compiled import launches
@@ -16,8 +17,10 @@ from podracer_jit.experiment import build, schema
 from podracer_jit.experiment.config_dict import plain
 from podracer_jit.experiment.flags import load_config
 from podracer_jit.experiment.resolve import resolve
-from podracer_jit.learner import sharding
+from podracer_jit.learner import sharding, updates
 from podracer_jit.learner.from_rollouts import concatenate
+from podracer_jit.play import export
+from podracer_jit.play.evaluation import Player
 from podracer_jit.runtime import placement
 
 
@@ -38,7 +41,22 @@ class Programs:
     self._mesh = Mesh(np.array(devices), ('learner',))
     self._learner = build.make_learner(run.experiment, self._mesh)
     acting = build.make_acting(run.experiment, devices[0].platform)
-    self._rollout = acting.rollout(actor.rollout_program.vector_envs)
+    # Vector environments are alike, so each device has the same program.
+    vector_envs = actor.rollout_program.vector_envs
+    self._rollout = acting.rollout(vector_envs)
+    self._parts = (self._learner.algorithm.for_actors,
+                   acting.rollout(vector_envs[:len(vector_envs) // len(devices)]),
+                   self._learner.learn, 4)
+
+  @property
+  def are_functions(self) -> bool:
+    """Whether environments are JAX functions."""
+    return self._run.experiment.spec.is_function
+
+  @property
+  def has_replay(self) -> bool:
+    """Whether the learner draws from a replay."""
+    return self._run.experiment.replay is not None
 
   def rollout(self) -> jax.stages.Lowered:
     """Returns the actor's program."""
@@ -51,12 +69,70 @@ class Programs:
     return self._learner.program.lower(self._state(), self._batch())
 
   def fused(self) -> jax.stages.Lowered:
-    """Returns the program of several updates, rollouts included, on a mesh of one device."""
-    program = sharding.make_fused(
-        self._learner.algorithm.for_actors, self._rollout, self._learner.learn, 4, sent_by)
-    state = _on(self._state(), self._device)
-    return jax.jit(program, donate_argnums=(0, 1)).lower(
-        state, _on(self._actor.state, self._device), 4, state.steps)
+    """Returns the program of several updates, rollouts included.
+
+    On several devices the environments must be JAX functions, in as many shards or more.
+    """
+    state = self._state()
+    acting = self._actor.state
+    if self._mesh.size == 1:
+      program = sharding.make_fused(*self._parts, sent_by)
+      acting = _on(acting, self._device)
+      state = _on(state, self._device)
+    else:
+      envs = acting.envs[:len(acting.envs) // self._mesh.size]
+      program = sharding.fused_program(*self._parts, self._mesh)
+      acting = jax.tree.map(
+          lambda x: jax.ShapeDtypeStruct((self._mesh.size, *x.shape), x.dtype,
+                                         sharding=NamedSharding(self._mesh, sharding.BY_DEVICE)),
+          acting._replace(envs=envs))
+    return jax.jit(program, donate_argnums=(0, 1)).lower(state, acting, 4, state.steps)
+
+  def seeds(self, count: int) -> jax.stages.Lowered:
+    """Returns the program of several seeds, on one device."""
+    program = sharding.make_fused(*self._parts)
+    state, acting = (
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype,
+                                                    sharding=self._device), tree)
+        for tree in (self._state(), self._actor.state))
+    steps = _on(self._learner.state_shapes().steps, self._device)
+    return jax.jit(jax.vmap(program, in_axes=(0, 0, None, None)), donate_argnums=(0, 1)).lower(
+        state, acting, 4, steps)
+
+  def gradients(self) -> list[jax.stages.Lowered]:
+    """Returns the two programs of workers that compute gradients, and the two of updates."""
+    (workers,) = self._learner.gradient_programs([self._mesh])
+    whole = NamedSharding(self._mesh, PartitionSpec())
+    view = _on(updates.view(self._learner.state_shapes()), whole)
+    arguments = view, _on(jax.eval_shape(jax.random.key, 0), whole), self._batch()
+    prepared = jax.eval_shape(workers.prepare, *arguments)
+    gradient = view, prepared, np.int32(0)
+    groups = _on(jax.eval_shape(workers.gradient, *gradient), self._device)
+    state = _on(self._learner.state_shapes(), self._device)
+    central = self._learner.update_programs
+    _, step = jax.eval_shape(central.step, state, groups)
+    return [workers.prepare.lower(*arguments), workers.gradient.lower(*gradient),
+            central.step.lower(state, groups),
+            central.finish.lower(state, _on(prepared.batch_stats, self._device),
+                                 [_on(step, self._device)] * self._learner.gradient_steps)]
+
+  def exported(self, rows: int) -> list[jax.stages.Lowered]:
+    """Returns the two programs of an exported agent, for so many observations."""
+    experiment = self._run.experiment
+    algorithm = experiment.algorithm
+    params = algorithm.acting(self._run.initial_state())
+    player = Player(experiment.spec, experiment.env_options, algorithm, params, jax.devices()[0],
+                    1, 0, 0)
+    files = export.files(player, experiment, None)
+    lowered = []
+    for name in export.PROGRAMS.values():
+      program = jax_export.deserialize(bytearray(files[name]))
+      arguments, _ = jax.tree.unflatten(program.in_tree, [
+          # The number of rows is a symbol.
+          jax.ShapeDtypeStruct([n if isinstance(n, int) else rows for n in x.shape], x.dtype,
+                               sharding=self._device) for x in program.in_avals])
+      lowered.append(jax.jit(program.call).lower(*arguments))
+    return lowered
 
   def insert(self) -> jax.stages.Lowered:
     """Returns the program that adds experience to a replay."""
@@ -104,17 +180,27 @@ def shipped(name: str) -> dict[str, Any]:
   return config
 
 
-def launches_of(config: Mapping[str, Any], devices: Sequence[jax.Device]) -> tuple[float, float]:
-  """Returns the kernels of a step of all environments, and of an update.
+def launches_of(config: Mapping[str, Any], devices: Sequence[jax.Device]) -> dict[str, float]:
+  """Returns the kernels of each program of a training.
 
   Args:
     config: as nested dicts.
     devices: GPUs that learn; the first one acts, too.
+
+  Returns:
+    By name: 'step' of all environments, with the policy; 'update'; for JAX functions 'both', a
+    rollout and its update as one program; with a replay 'insert', which adds a rollout to it, and
+    'learn', a gradient step on items that are drawn from it.
   """
   with of(config, devices) as programs:
-    rollout, update = (launches(lowered.compile().as_text())
-                       for lowered in (programs.rollout(), programs.learner()))
-  return rollout / config['unroll_length'], update
+    lowered = dict(step=programs.rollout, update=programs.learner)
+    if programs.are_functions:
+      lowered |= dict(both=programs.fused)
+    if programs.has_replay:
+      lowered |= dict(insert=programs.insert, learn=programs.draw)
+    kernels = {name: launches(lower().compile().as_text()) for name, lower in lowered.items()}
+  kernels['step'] /= config['unroll_length']
+  return kernels
 
 
 def _on(tree: Any, where: jax.sharding.Sharding) -> Any:

@@ -19,7 +19,7 @@ if chips.are_known():
 # ruff: noqa: E402 - the compilers read their settings first
 
 from benchmarks.accelerators import programs
-from benchmarks.compiled import launches
+from benchmarks.compiled import kernels, launches
 from tests.runs import changed, small
 
 MESHES = [('cuda', 1), ('cuda', 2), ('tpu', 1), ('tpu', 2)]
@@ -32,16 +32,20 @@ def config_of(*args, **fields):
 
 
 CARTPOLE = 'gymnax:CartPole-v1'
+REPLAY = dict(num_minibatches=1, num_grad_shards=2, replay__capacity=256, replay__batch_size=16,
+              replay__min_size=16)
 CASES = {
     'impala': config_of('impala', 'Pong-v5', 'impala_resnet', num_grad_shards=2),
     'ppo': config_of('ppo', CARTPOLE, num_grad_shards=2),
     'ppo with a core': config_of('ppo', CARTPOLE, num_grad_shards=2, network__core='lstm',
                                  network__core_size=8),
     'pqn': config_of('pqn', CARTPOLE, num_grad_shards=2),
-    'dqn': config_of('dqn', CARTPOLE, num_minibatches=1, num_grad_shards=2, replay__capacity=256,
-                     replay__batch_size=16, replay__min_size=16),
-    'sac': config_of('sac', 'gymnax:Pendulum-v1', num_minibatches=1, num_grad_shards=2,
-                     replay__capacity=256, replay__batch_size=16, replay__min_size=16),
+    'dqn': config_of('dqn', CARTPOLE, **REPLAY),
+    'r2d2': config_of('r2d2', CARTPOLE, **REPLAY, network__core='gru', network__core_size=8,
+                      loss__burn_in=2, loss__trace_length=8),
+    'sac': config_of('sac', 'gymnax:Pendulum-v1', **REPLAY),
+    'td3': config_of('td3', 'gymnax:Pendulum-v1', **REPLAY),
+    'dpg': config_of('dpg', 'gymnax:Pendulum-v1', **REPLAY),
 }
 
 
@@ -74,18 +78,66 @@ def test_an_update_compiles(name, platform, count):
     check(compiled(of.learner()))
 
 
-@pytest.mark.parametrize('platform', chips.PLATFORMS)
+def test_a_rollout_of_the_first_environments_that_are_ready_compiles():
+  config = config_of('impala', 'Pong-v5', 'nature_cnn', env_batch=4, scheme='impala')
+  with programs.of(config, chips.devices('cuda', 1)) as of:
+    check(compiled(of.rollout()))
+
+
+@pytest.mark.parametrize('platform, count', MESHES)
 @pytest.mark.parametrize('name', ['ppo', 'dqn'])
-def test_rollouts_and_updates_compile_as_one_program(name, platform):
-  with programs.of(CASES[name], chips.devices(platform, 1)) as of:
+def test_rollouts_and_updates_compile_as_one_program(name, platform, count):
+  with programs.of(changed(CASES[name], num_shards=2), chips.devices(platform, count)) as of:
     check(compiled(of.fused()))
 
 
 @pytest.mark.parametrize('platform', chips.PLATFORMS)
-def test_a_replay_compiles_in_two_programs(platform):
-  with programs.of(CASES['dqn'], chips.devices(platform, 1)) as of:
+def test_several_seeds_compile_as_one_program(platform):
+  with programs.of(CASES['ppo'], chips.devices(platform, 1)) as of:
+    check(compiled(of.seeds(3)))
+
+
+@pytest.mark.parametrize('platform, count', MESHES)
+def test_gradients_and_updates_compile_as_separate_programs(platform, count):
+  with programs.of(changed(CASES['ppo'], scheme='dppo'), chips.devices(platform, count)) as of:
+    for lowered in of.gradients():
+      check(compiled(lowered))
+
+
+@pytest.mark.parametrize('platform', chips.PLATFORMS)
+@pytest.mark.parametrize('name', ['impala', 'ppo with a core', 'sac'])
+def test_an_exported_agent_compiles(name, platform):
+  with programs.of(CASES[name], chips.devices(platform, 1)) as of:
+    for lowered in of.exported(16):
+      check(compiled(lowered))
+
+
+@pytest.mark.parametrize('platform', chips.PLATFORMS)
+@pytest.mark.parametrize('name', ['dqn', 'r2d2'])
+def test_a_replay_compiles_in_two_programs(name, platform):
+  with programs.of(CASES[name], chips.devices(platform, 1)) as of:
     check(compiled(of.insert()))
     check(compiled(of.draw()))
+
+
+@pytest.mark.parametrize('platform', chips.PLATFORMS)
+@pytest.mark.parametrize('name', ['ppo', 'dqn', 'impala'])
+def test_islands_have_equal_kernels_in_one_program_and_in_two(name, platform):
+  if platform == 'tpu' and name == 'impala':
+    pytest.skip("a TPU cannot call EnvPool's simulators")
+  with programs.of(CASES[name], chips.devices(platform, 1)) as of:
+    together = kernels(compiled(of.fused()))
+    apart = kernels(compiled(of.rollout())) | kernels(compiled(of.learner()))
+  assert {'decision', 'gradient', 'update'} <= together.keys()
+  assert together == apart
+
+
+@pytest.mark.parametrize('platform, count', MESHES)
+def test_islands_have_equal_kernels_in_workers_of_gradients(platform, count):
+  with programs.of(changed(CASES['ppo'], scheme='dppo'), chips.devices(platform, count)) as of:
+    whole = kernels(compiled(of.learner()))
+    _, gradient, *_ = map(compiled, of.gradients())
+  assert kernels(gradient)['gradient'] == whole['gradient'] != set()
 
 
 @pytest.mark.parametrize('precision, expected', [('highest', True), ('default', False)])

@@ -51,18 +51,20 @@ def test_the_way_back_of_a_stopped_run_is_measured(tmp_path):
 
 
 def test_simulation_alone_is_measured():
-  process = run_benchmark('envs', '--tasks=CartPole-v1,Pendulum-v1', '--num_envs=1,4',
+  process = run_benchmark('envs', '--tasks=CartPole-v1,Ant-v4', '--num_envs=1,4',
                           '--batches=2', '--seconds=0.05', '--rounds=2', '--threads=1')
   assert process.returncode == 0, process.stderr
   rows = [[cell.strip() for cell in line.split('|')[1:-1]]
           for line in process.stdout.splitlines()[2:]]
   names = ['for-loop', 'sync', 'rollout', 'subprocess']
   assert [row[:3] for row in rows] == [
-      [task, str(num_envs), name] for task in ('CartPole-v1', 'Pendulum-v1')
+      [task, str(num_envs), name] for task in ('CartPole-v1', 'Ant-v4')
       for num_envs, of_more in ((1, []), (4, ['async, first 2'])) for name in names + of_more]
   assert all(float(row[3].split()[0].replace(',', '')) > 0 for row in rows)
   refused = run_benchmark('envs', '--tasks=Pong-v6')
   assert refused.returncode == 2 and "EnvPool has no 'Pong-v6'" in refused.stderr
+  refused = run_benchmark('envs', '--tasks=Cleaner-v0')
+  assert refused.returncode == 2 and 'actions of Cleaner-v0' in refused.stderr
 
 
 def test_endless_segments_have_no_middle(capsys):
@@ -71,7 +73,7 @@ def test_endless_segments_have_no_middle(capsys):
   assert 'so no update is the middle of a segment; give --update' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('name', ['async_actors', 'back_again', 'evaluations', 'gpu_day',
+@pytest.mark.parametrize('name', ['async_actors', 'back_again', 'envs', 'evaluations', 'gpu_day',
                                   'gymnasium_stress', 'in_turn', 'kill_resume', 'parts',
                                   'peers', 'reduction', 'replay', 'same_receipts', 'scaling',
                                   'schemes', 'startup', 'tune'])

@@ -6,8 +6,9 @@ The Nature CNN instead of the IMPALA ResNet: --config=configs/ppo_atari.py:natur
 Acting and learning at once, with a lag of one update: --config.scheme=cleanba
 
 IMPALA's setting (appendix E: table 3, but for the loss): --config=configs/ppo_atari.py:appendix_e
-Large batches (appendix F), here for 16 learner devices, with 128 environments for each of them:
-    --config=configs/ppo_atari.py:appendix_f --config.env.num_envs=2048 \
+Large batches (appendix F: 15,360 steps, twice as many with twice the devices), here for 16 learner
+devices:
+    --config=configs/ppo_atari.py:appendix_f --config.env.num_envs=1920 \
     --config.num_grad_shards=16 --config.num_shards=16
 
 As in the paper's figures, actors and learner take turns. With several learner devices the paper
@@ -25,8 +26,8 @@ def get_config(arg: str = ''):
   """
   args = experiment.arguments(arg, 'smoke', 'nature_cnn', 'appendix_e', 'appendix_f')
   network = 'nature_cnn' if 'nature_cnn' in args else 'impala_resnet'  # (16, 32, 32), hidden 256
-  optimizer = 'rmsprop' if 'appendix_e' in args else 'adam'
-  config = experiment.config('ppo', network, optimizer, scheme='sync')
+  optimizer, scheme = ('rmsprop', 'cleanba') if 'appendix_e' in args else ('adam', 'sync')
+  config = experiment.config('ppo', network, optimizer, scheme=scheme)
   config.total_steps = 50_000_000  # 200M frames
   config.unroll_length = 128
   config.num_minibatches = 4

@@ -4,8 +4,9 @@ podracer_jit --config=configs/rl_games.py:Ant --workdir=runs/ant
 
 The argument is a task of the tables: Ant, HalfCheetah, Humanoid, Walker2d, Breakout or Pong. As in
 rl_games, the rate of all but Breakout follows the policy's change, here measured from the policy
-that made the rollout. The tables do not say how long MuJoCo and Breakout were trained, nor which
-options Atari had; here they have 10 million steps, and CleanRL's options.
+that made the rollout. Pong's observations are divided by 255 instead of normalised. The tables
+do not say how long MuJoCo and Breakout were trained, nor which options Atari had; here they have 10
+million steps, and CleanRL's options.
 """
 
 from podracer_jit import experiment
@@ -22,7 +23,10 @@ def get_config(arg: str = ''):
     arg: a task of the tables, and `smoke` for a run of a few small updates, by comma.
   """
   args = experiment.arguments(arg, 'smoke', 'Breakout', 'Pong', *MUJOCO)
-  task = next((name for name in args if name != 'smoke'), 'Ant')
+  tasks = sorted(set(args) - {'smoke'}) or ['Ant']
+  if len(tasks) > 1:
+    raise ValueError(f'rl_games: takes one task, got {" and ".join(tasks)}')
+  (task,) = tasks
   is_atari = task not in MUJOCO
   config = experiment.config('ppo', 'nature_cnn' if is_atari else 'mlp', 'adam', scheme='sync')
   config.env.num_envs = 64
@@ -41,7 +45,6 @@ def get_config(arg: str = ''):
     config.unroll_length = 128
     config.num_minibatches = 8 if task == 'Pong' else 4
     config.num_epochs = 2
-    config.normalise.obs = task == 'Pong'
     config.loss.discount = 0.999
     config.loss.entropy_coef = 0.01
     config.network.activation = 'elu' if task == 'Pong' else 'relu'

@@ -40,7 +40,7 @@ from podracer_jit.schemes.table import SCHEMES
 # Options that sections may lack which a user's config has set as a whole: `config.env = dict(...)`.
 _NEW_SINCE_0_8 = {'env': (EnvOptions, ('renew_every_updates', 'action_mask')),
                   'checkpoint': (CheckpointOptions, ('every_seconds',)),
-                  'placement': (PlacementOptions, ('auto', 'adapt')),
+                  'placement': (PlacementOptions, ('auto', 'adapt', 'learner_delay_s')),
                   'numerics': (NumericsOptions, ('precision', 'deterministic'))}
 
 

@@ -39,7 +39,7 @@ class DQN(Algorithm):
       7.0, 'environment i of N explores with probability epsilon^(1 + epsilon_alpha i / (N - 1))',
       at_least=0)
   epsilons: tuple = option((), 'exploration of the environments, in turn; (): by epsilon and '
-                           'epsilon_alpha', at_least=0, at_most=1)
+                           'epsilon_alpha', at_least=0, at_most=1, element=0.0)
 
   def make_network(self) -> nn.Module:
     """Returns the dueling network around the config's torso."""

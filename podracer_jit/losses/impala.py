@@ -31,7 +31,8 @@ class IMPALA(Algorithm):
                               at_least=0)
   baseline_coef: float = option(0.5, 'weight of the value loss', at_least=0)
   entropy_coef: float = option(0.01, 'weight of the entropy bonus')
-  divisor: int = option(1, "the loss is the minibatch's sum divided by this", at_least=1)
+  divisor: int = option(1, "the loss is the minibatch's sum divided by this", at_least=1,
+                       at_most=1_000_000)
 
   def loss(self, params: Params, state: TrainState, batch: Batch, key: jax.Array
            ) -> tuple[jax.Array, Aux]:

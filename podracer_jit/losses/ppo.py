@@ -43,7 +43,7 @@ class PPO(Algorithm):
   value_coef: float = option(0.5, 'weight of the value loss', at_least=0)
   entropy_coef: float = option(0.01, 'weight of the entropy bonus')
   normalise_advantage: bool = option(True, 'advantages of a minibatch get mean 0 and deviation 1')
-  reward_scale: float = option(1.0, 'rewards are multiplied by this', above=0)
+  reward_scale: float = option(1.0, 'rewards are multiplied by this', above=0, constant=True)
   vtrace: bool = option(False, 'advantages and value targets are corrected by V-trace')
   vtrace_variant: str = option('impala', "impala: V-trace as its paper has it; nappo: as NAPPO's "
                                'authors use it', choices=('impala', 'nappo'))
@@ -53,6 +53,8 @@ class PPO(Algorithm):
     if self.vtrace_variant != 'impala' and not self.vtrace:
       yield (f'vtrace_variant: without loss.vtrace it must be impala, got {self.vtrace_variant}; '
              'or set loss.vtrace = True')
+    if self.clip_smoothly and self.clip == 0:
+      yield 'clip: with loss.clip_smoothly it must be above 0, got 0'
 
   @property
   def recurrent(self) -> bool:

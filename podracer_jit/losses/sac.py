@@ -68,7 +68,8 @@ class SAC(OffPolicyActorCritic):
   | `network.hidden` (ReLU) | 256, 256 |
 
   An update takes `replay.gradient_steps` steps whatever its rollout holds. Rows of resets are no
-  steps, so where episodes are short, there are somewhat more gradient steps than steps.
+  steps, so where episodes are short, there are somewhat more gradient steps than steps. A truncated
+  episode is bootstrapped from its last observation.
 
   There are four differences from the paper. Actor, critics and temperature take their gradients at
   the same parameters; in algorithm 1 the critics step first. The temperature is trained by its

@@ -47,6 +47,9 @@ class TD3(OffPolicyActorCritic):
   | `optimizer.learning_rate` (Adam) | 0.001 | 6.1 |
   | `network.hidden` (ReLU) | 400, 300 | 6.1 |
 
+  Gradient steps are counted as with `SAC`: `replay.gradient_steps` in each update, whatever its
+  rollout holds. A truncated episode is bootstrapped from its last observation.
+
   There are three differences from the paper. Both gradients are taken at the same parameters; the
   paper's actor follows the critic after its step. The critics' loss is half of the squared error.
   Returns may have several steps (`n_step`).

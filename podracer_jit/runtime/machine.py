@@ -125,8 +125,8 @@ def _times() -> _Times | None:
 def _load_of_others(most: float) -> int:
   """Returns the cores that other processes have kept busy since this module was imported.
 
-  A core counts if it was busy for three quarters of that time, which may be a second or two: a short
-  command must not halve the devices of a long run.
+  A core counts if it was busy for three quarters of that time, which may be a second or two: a
+  short command must not halve the devices of a long run.
 
   Args:
     most: that count, since a load is often over soon.

@@ -86,8 +86,8 @@ class PlacementOptions:
       at_least=0, at_most=1e6)
 
   learner_delay_s: float = option(
-      0.0, 'seconds that the learner waits in each call, to see what a slow one changes '
-      "(Cleanba's figure 2)", at_least=0, at_most=3600)
+      0.0, 'seconds that the learner waits before each update, to see what a slow one changes '
+      "(Cleanba's figure 2)", at_least=0, at_most=60)
 
   chosen: tuple[str, ...] = internal(())  # fields that a rule has set, not a user
 

@@ -568,6 +568,9 @@ RUNS = {
     'dqn, Python': ('dqn', 'PythonDoors', dict(loss__n_step=3)),
     'pqn': ('pqn', 'Doors', dict(loss__epsilon=0.5, env__looks='several')),
     'pqn, GRU, Python': ('pqn', 'PythonDoors', GRU),
+    'V-MPO': ('examples.vmpo:VMPO', 'Doors', dict(num_minibatches=1)),
+    'PPG': ('examples.ppg:PPG', 'Doors', dict(network__separate_critic=True)),
+    'RND': ('examples.rnd:RND', 'Doors', dict(loss__embedding=8)),
     'r2d2': ('r2d2', 'Doors', GRU),
     'r2d2, Python': ('r2d2', 'PythonDoors', GRU)}
 
@@ -580,7 +583,7 @@ def check_legal(returns, lengths):
 @pytest.mark.parametrize('name', essential(
     RUNS, 'ppo, a product in Python', 'dqn, JAX environments'))
 @pytest.mark.same_bits('one program (`fused`) and several (`sync`), 2 devices and 1',
-                       'PPO, IMPALA, DQN, PQN, R2D2 with action masks')
+                       'PPO, IMPALA, DQN, PQN, R2D2, V-MPO, PPG, RND with action masks')
 def test_runs_and_evaluations_take_legal_actions_with_the_same_bits_anywhere(name):
   loss, task, fields = RUNS[name]
   config = doors(loss, task, **fields)

@@ -30,6 +30,7 @@ from tests.processes import command
 from tests.runs import QUICK
 from tests.tiers import essential
 
+ROOT = Path(__file__).resolve().parents[2]
 CATCH = '--config=configs/impala_catch.py:smoke'
 
 
@@ -92,7 +93,8 @@ def saved_to_the_end(workdir):
     ([CATCH, '--config.optimizer.b2=1'], 'optimizer.b2: must be below 1, got 1'),
     ([CATCH, '--config.optimizer.b1=0.99999999'], 'optimizer.b1: must be below 1, got 0.99999999'),
     ([CATCH, '--config.optimizer.eps=0'], 'optimizer.eps: must be above 0, got 0'),
-    (['--config=configs/ppo_atari.py', '--config.env.img_height=30', '--config.env.img_width=30'],
+    (['--config=configs/ppo_atari.py:nature_cnn', '--config.env.img_height=30',
+      '--config.env.img_width=30'],
      'leaves nothing of observations of (4, 30, 30)'),
     ([CATCH, '--repeat=nowhere'], "Unknown command line flag 'repeat'"),
     ([CATCH, '--renew_envs'], '--renew_envs: there is no run in'),
@@ -253,7 +255,6 @@ RUNS = {
                   '--config.optimizer.kl_target=0.01', '--config.optimizer.anneal=False',
                   '--config.total_steps=8500', '--config.env.renew_every_updates=7',
                   '--config.checkpoint.every_updates=5', '--config.log.tensorboard=False'],
-    # A replay of sequences, with recurrent states.
     'fused pqn': ['--config=configs/pqn_cartpole.py:smoke', '--config.env.num_envs=8',
                   '--config.unroll_length=32', '--config.total_steps=2080',
                   '--config.env.renew_every_updates=5', '--config.checkpoint.every_updates=3',
@@ -262,9 +263,15 @@ RUNS = {
     'lockstep sac': ['--config=configs/sac_pendulum.py:smoke', *PENDULUM],
     # A count of gradient steps says when the actor learns.
     'lockstep td3': ['--config=configs/td3_pendulum.py:smoke', *PENDULUM],
+    # A replay of sequences, with recurrent states.
     'lockstep r2d2': ['--config=configs/r2d2_memory.py:smoke', '--config.total_steps=4300',
                       '--config.env.renew_every_updates=5', '--config.checkpoint.every_updates=3',
-                      '--config.log.tensorboard=False']}
+                      '--config.log.tensorboard=False'],
+    **{f'fused {name}': [
+        f'--config={ROOT}/examples/{name}.py:smoke', '--config.env.num_envs=8',
+        '--config.unroll_length=16', '--config.total_steps=1040', '--config.scheme=fused',
+        '--config.env.renew_every_updates=5', '--config.checkpoint.every_updates=3',
+        '--config.log.tensorboard=False'] for name in ('vmpo', 'ppg', 'rnd')}}
 
 
 @pytest.fixture(scope='module')
@@ -279,8 +286,8 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.mark.parametrize('name', essential(RUNS, 'cleanba impala'))
 @pytest.mark.same_bits('killed at random and resumed',
-                       'IMPALA: MLP (`cleanba`), PPO, PQN: MLP (`fused`), R2D2: GRU, SAC, TD3 '
-                       '(`apex_lockstep`)')
+                       'IMPALA: MLP (`cleanba`), PPO, PQN: MLP, V-MPO, PPG, RND (`fused`), '
+                       'R2D2: GRU, SAC, TD3 (`apex_lockstep`)')
 def test_a_killed_run_resumes_to_the_same_bits(name, uninterrupted, tmp_path):
   """The run is killed at a random moment between its start and its end."""
   num_updates = random.randrange(9)

@@ -24,7 +24,7 @@ from podracer_jit.configs import (
 from podracer_jit.experiment.flags import parse
 from podracer_jit.experiment.resolve import placement_of, resolve
 from podracer_jit.replay.options import ReplayOptions
-from tests.runs import changed, prepared, small
+from tests.runs import changed, prepared, run, small
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,10 +65,11 @@ CASES = {  # 2310.00036
     'appendix E': (functools.partial(ppo_atari.get_config, 'appendix_e'), PROTOCOL | {
         'unroll_length': 20, 'num_epochs': 1, 'optimizer.name': 'rmsprop',
         'optimizer.learning_rate': 6e-4, 'optimizer.decay': 0.99, 'optimizer.eps': 0.01,
-        'optimizer.max_grad_norm': 40.0, 'loss.name': 'ppo', 'loss.clip': 0.1}),
+        'optimizer.max_grad_norm': 40.0, 'loss.name': 'ppo', 'loss.clip': 0.1,
+        'scheme': 'cleanba'}),
     'appendix F': (functools.partial(ppo_atari.get_config, 'appendix_f'), PROTOCOL | {
         'total_steps': 100_000_000, 'optimizer.anneal': False, 'optimizer.name': 'adam',
-        'optimizer.learning_rate': 2.5e-4, 'unroll_length': 128}),
+        'optimizer.learning_rate': 2.5e-4, 'unroll_length': 128, 'scheme': 'sync'}),
     # 1707.06347, table 3, with additions of openai/baselines (CleanRL's ppo_continuous_action).
     'one million steps': (ppo_mujoco.get_config, MUJOCO | {
         'total_steps': 1_000_000, 'env.num_envs': 1, 'unroll_length': 2048, 'num_epochs': 10,
@@ -112,7 +113,7 @@ CASES = {  # 2310.00036
         'env.task': 'Pong-v5', 'unroll_length': 128, 'num_epochs': 2, 'num_minibatches': 8,
         'total_steps': 8_000_000, 'loss.discount': 0.999, 'loss.entropy_coef': 0.01,
         'optimizer.learning_rate': 3e-4, 'optimizer.kl_target': 0.01, 'loss.clip_value': True,
-        'normalise.obs': True, 'network.name': 'nature_cnn', 'network.activation': 'elu'}),
+        'network.name': 'nature_cnn', 'network.activation': 'elu'}),
     # 2007.02622, section 4.2.
     'Obstacle Tower': (in_examples('obstacle_tower')['get_config'], {
         'scheme': 'rapid', 'network.name': 'fixup_resnet', 'network.core': 'gru',
@@ -160,6 +161,46 @@ def test_a_config_has_the_values_of_the_papers_table(case):
     for part in field.split('.'):
       configured = configured[part]
     assert configured == value, field
+  if config.env.task != 'my_envs:Tower':
+    resolve(config)
+
+
+@pytest.mark.parametrize('arg', ['Pong', 'Breakout', 'HalfCheetah', 'appendix_e', 'appendix_f'])
+def test_settings_of_a_config_make_their_smoke_run(arg):
+  module = ppo_atari if arg.startswith('appendix') else rl_games
+  config = module.get_config(f'smoke,{arg}').to_dict()
+  if config['env']['task'] not in ('HalfCheetah-v4',):
+    config['env'] |= dict(img_height=42, img_width=42)
+    config['network'] |= dict(hidden=16)
+  receipts, _, _ = run(config, updates=2)
+  assert len(set(receipts)) == 2
+
+
+def test_rl_games_takes_one_task():
+  with pytest.raises(ValueError, match='^rl_games: takes one task, got Ant and Pong'):
+    rl_games.get_config('Pong,Ant')
+
+
+@pytest.mark.parametrize('fields, message', [
+    (dict(loss__clip_smoothly=True, loss__clip=0.0), 'loss.clip: with loss.clip_smoothly'),
+    (dict(loss__vtrace_variant='nappo'), 'loss.vtrace_variant: without loss.vtrace it must be'),
+    (dict(loss__reward_scale='linear:1:0'), 'loss.reward_scale: '),
+    (dict(placement__learner_delay_s=0.1, scheme='fused'),
+     'placement.learner_delay_s: fused has no learner that waits by itself; must be 0; sync'),
+    (dict(placement__learner_delay_s=0.1, scheme='dppo'), 'placement.learner_delay_s: dppo has')])
+def test_settings_that_exclude_each_other_are_refused(fields, message):
+  with pytest.raises(ValueError, match='^' + re.escape(message)):
+    resolve(changed(small('ppo'), **fields))
+
+
+def test_a_fixed_set_of_epsilons_is_a_flag():
+  experiment = resolve(parse(
+      ['train', '--config=apex_dqn_catch', '--config.loss.epsilons=0.5,0.25,0'], FlagValues()))
+  assert list(experiment.algorithm.exploration(4)) == [0.5, 0.25, 0.0, 0.5]
+  for wrong in ('0.5,2', '(True,)', '7'):
+    with pytest.raises(ValueError, match='^loss.epsilons: '):
+      resolve(parse(['train', '--config=apex_dqn_catch', f'--config.loss.epsilons={wrong}'],
+                    FlagValues()))
 
 
 @pytest.mark.parametrize('name, actors, learners, processes, num_envs', [
@@ -170,7 +211,7 @@ def test_a_config_has_the_values_of_the_papers_table(case):
 def test_placements_by_their_names_in_cleanba_fit_its_configs(config, name, actors, learners,
                                                               processes, num_envs):
   given = in_examples('cleanba_names')['flags'](name)
-  flags = [flag.replace("'", '') for flag in given if flag != '--distributed']  # as a shell does
+  flags = [flag for flag in given if flag != '--distributed']
   assert (len(flags) < len(given)) == (processes > 1)
   experiment = resolve(parse(['train', f'--config=configs/{config}.py', *flags], FlagValues()))
   place = experiment.placement

@@ -164,8 +164,8 @@ def test_a_plain_all_reduce_keeps_its_one_device():
 
 
 @pytest.mark.parametrize('num_envs, updates', [
-    # A row takes 1.3 us with its gradient, so 8,192 rows 11 ms; a call is to take 64.
-    (64, 8), (512, 1), (16384, 1)])
+    # A row takes 1.3 us with its gradient, so 8,192 rows 11 ms; a call is to take 250.
+    (64, 32), (512, 4), (16384, 1)])
 def test_calls_of_a_program_are_short(num_envs, updates):
   config = experiments.config('ppo', 'mlp', 'adam', scheme='fused', unroll_length=128,
                               num_minibatches=4)

@@ -397,7 +397,7 @@ def test_a_part_chosen_by_flag_has_its_own_defaults():
                  '--config.network.name=nature_cnn')
   assert fields['network'] == dict(name='nature_cnn', centre=True, core='none', core_size=128,
                                    separate_critic=False, hidden=512, channels=(32, 64, 64),
-                                   layer_norm=False,
+                                   layer_norm=False, activation='relu',
                                    kernels=(8, 4, 3), strides=(4, 2, 1))
   assert networks.NatureCNN().hidden == 512
   fields = parse('--config=impala_catch', '--config.optimizer.name=centred_rmsprop')

@@ -103,15 +103,58 @@ def test_the_targets_are_those_of_the_paper():
   assert_array_equal(targets['value_target'], of_rewards['value_target'])
 
 
-def test_the_losses_are_those_of_the_paper():
-  algorithm, state, rollout = _case()
+def _batch(algorithm, state, rollout):
+  """Returns a minibatch of one row of each environment, one of them invalid."""
   targets = jax.jit(algorithm.targets)(state, rollout)
   rows = jax.tree.map(lambda x: x[2:3], rollout._replace(obs=rollout.obs[:-1]))
-  row_targets = jax.tree.map(lambda x: x[2:3], targets)
   valid = rows.valid.copy()
   valid[0, 1] = False
-  batch = Batch(rows._replace(valid=valid), row_targets, None, jnp.float32(2),
-                (jnp.float32(0.1), jnp.float32(1.3)))
+  return Batch(rows._replace(valid=valid), jax.tree.map(lambda x: x[2:3], targets), None,
+               jnp.float32(2), (jnp.float32(0.1), jnp.float32(1.3)))
+
+
+def _total(params, algorithm, state, batch, learned):
+  """Returns the loss of a minibatch in 64 bits."""
+  rows, targets = batch.items, jax.tree.map(np.float64, batch.targets)
+  network = params['params']
+  features = np.tanh(_dense(network['torso']['Dense_0'], np.float64(rows.obs[0])))
+  mean, std = map(float, batch.statistics)
+  of_ppo, _ = reference.ppo_objective(
+      _dense(network['policy'], features), _dense(network['value'], features)[:, 0],
+      rows.action[0], np.float64(rows.extras['log_prob'][0]), np.float64(rows.extras['value'][0]),
+      (targets['advantage'][0] - mean) / std, targets['value_target'][0], rows.valid[0],
+      algorithm.clip, algorithm.clip_value, algorithm.value_coef, algorithm.entropy_coef)
+  moved = state._replace(params=params)
+  error = _intrinsic_value(moved, rows.obs) - targets['intrinsic_target']
+  # All rows count here, also those after the end of an episode.
+  more = 0.4 * np.sum(error ** 2) / 2 + np.sum(_bonus(moved, rows.obs)[learned]) / 0.5
+  return (of_ppo + more) / 2
+
+
+@pytest.mark.parametrize('part', ['params', 'predictor'])
+def test_the_gradient_has_the_slopes_of_the_losses(part):
+  algorithm, state, rollout = _case()
+  batch = _batch(algorithm, state, rollout)
+  key = jax.random.key(3)
+  learned = np.array(jax.random.bernoulli(key, 0.5, (1, N)))
+  grads, _ = jax.jit(algorithm.gradient)(state, batch, key)
+  rng = np.random.default_rng(4)
+  direction = jax.tree.map(lambda p: rng.normal(size=p.shape), state.params[part])
+
+  def loss(step):
+    moved = jax.tree.map(lambda p, d: np.float64(p) + step * d, state.params[part], direction)
+    return _total(state.params | {part: moved}, algorithm, state, batch, learned)
+
+  slope = sum(jax.tree.leaves(jax.tree.map(
+      lambda g, d: np.vdot(np.float64(g), d), grads[part], direction)))
+  assert abs(slope) > 1e-3
+  assert_allclose(slope, (loss(1e-6) - loss(-1e-6)) / 2e-6, rtol=2e-3)
+
+
+def test_the_losses_are_those_of_the_paper():
+  algorithm, state, rollout = _case()
+  batch = _batch(algorithm, state, rollout)
+  rows, row_targets, valid = batch.items, batch.targets, batch.items.valid
   key = jax.random.key(3)
   loss, aux = jax.jit(algorithm.loss)(state.params, state, batch, key)
   of_ppo, _ = PPO.loss(algorithm, state.params, state, batch, key)
