@@ -337,7 +337,9 @@ def test_parts_can_be_chosen_and_fused_is_left_out_on_two_devices(tmp_path):
 @pytest.mark.parametrize('part, message', [
     ('shards1_sync', 'cannot share num_shards = 1 evenly'), ('fused', 'nothing is left')])
 def test_a_part_that_does_not_fit_the_placement_is_refused(part, message):
-  code, out, err = _run(f'--parts={part}', '--config.num_minibatches=4', config='pong_laptop')
+  code, out, err = _run(f'--parts={part}', '--config.num_minibatches=4',
+                        '--config.placement.actor_devices=(0,1)',
+                        '--config.placement.learner_devices=(0,1)', config='pong_laptop')
   assert code == 2 and not out and message in err.splitlines()[-1]
 
 
