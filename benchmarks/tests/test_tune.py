@@ -268,8 +268,9 @@ def test_the_command_goes_on_and_prints_flags(tmp_path):
   planned = {line['stage']: line['candidates'] for line in after if 'candidates' in line}
   assert len(planned) == sum('candidates' in line for line in after)
   for stage, candidates_of_stage in planned.items():
-    assert {tuple(line['flags']) for line in after if line['stage'] == stage and 'sps' in line} == (
-        set(map(tuple, candidates_of_stage)))
+    measured = {tuple(line['flags']) for line in after if line['stage'] == stage and 'sps' in line}
+    # A single candidate needs no measurement.
+    assert len(candidates_of_stage) == 1 or measured == set(map(tuple, candidates_of_stage))
   table = subprocess.run([*command, '--table'], capture_output=True, text=True, check=True)
   assert table.stdout == process.stdout
 
