@@ -45,7 +45,7 @@ CASES = {
                       loss__burn_in=2, loss__trace_length=8),
     'sac': config_of('sac', 'gymnax:Pendulum-v1', **REPLAY),
     'td3': config_of('td3', 'gymnax:Pendulum-v1', **REPLAY),
-    'dpg': config_of('dpg', 'gymnax:Pendulum-v1', **REPLAY),
+    'dpg': config_of('dpg', 'gymnax:Pendulum-v1', 'deterministic', **REPLAY),
 }
 
 
