@@ -24,7 +24,7 @@ Measurements = Mapping[str, Sequence[tuple[Figures, tuple[float, float]]]]
 
 
 class Measured:
-  """What was measured so far; another thread may read it at any time.
+  """The figures of a measurement, which grow while other threads read them.
 
   Attributes:
     rounds: by part, the figures of each round, with the distance of two cores before and after.
