@@ -13,6 +13,7 @@ pip decide which build of PyTorch that is (PIP_CONSTRAINT). The tasks, and the p
   cheetah_1x2048      PPO, HalfCheetah                   sb3, sbx
   cheetah_64          PPO, HalfCheetah, 64 x 64          sb3_envpool, sbx_envpool
   cartpole_jax        PPO, gymnax, 64 to 16,384          rejax, scanned (PureJaxRL's shape)
+  cheetah_replay      SAC and TD3, HalfCheetah           sb3, sbx
   cartpole_gymnasium  PPO, Gymnasium; only if it is named in --tasks    sb3, sb3_subproc
 
 Cleanba and CleanRL are measured if --cleanba and --cleanrl name a checkout of their repository.
@@ -21,7 +22,8 @@ Cleanba and CleanRL are measured if --cleanba and --cleanrl name a checkout of t
 Ours is `python -m podracer_jit` with a shipped config and the sizes of the task; nothing says where
 it runs, and it looks for no faster placement meanwhile (placement.adapt). Peers read sizes and loss
 from that config. Learning rates of peers do not fall; SBX does not clip the value; rejax always
-does, and clips each number of a gradient instead of its norm.
+does, and clips each number of a gradient instead of its norm. SAC and TD3 learn from the first
+batch on.
 
 Each measurement is a process of its own, without a GPU, on all cores that the command may use; two
 tasks also run on one core. The first --warmup_updates updates and --warmup_s seconds after the

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 OURS = 'ours'
-STEPS = 2**30  # of our trainings, which are ended before
+STEPS = 2**29  # of our trainings, which are ended before
 PROGRAMS = Path(__file__).parent / 'programs'
 SEEDS = 16
 _CARTPOLE = ['--config=ppo_cartpole', '--config.network.separate_critic=True',
@@ -71,7 +71,13 @@ def _gymnax(task: str, num_envs: int, steps: int) -> list[str]:
           f'--config.unroll_length={steps}']
 
 
+def _off_policy(config: str, *flags: str) -> list[str]:
+  # Peers and we learn from the first batch on, so that no random actions are measured.
+  return [f'--config={config}', '--config.replay.min_size=256', *flags]
+
+
 _GYMNAX_PEERS = ('scanned', 'rejax')
+_STABLE_PEERS = ('sb3', 'sbx')
 # The cases of each task. With 16,384 environments, shorter rollouts keep an update near a second.
 TASKS: Mapping[str, Mapping[str, Case]] = {
     'pong_impala': {'pong_impala': Case(
@@ -82,7 +88,7 @@ TASKS: Mapping[str, Mapping[str, Case]] = {
         ['--config=ppo_atari_8', '--config.env.task=Pong-v5'],
         ('sb3', 'sb3_envpool', 'cleanrl'), on_one_core=True)},
     'cheetah_1x2048': {'cheetah_1x2048': Case(
-        'PPO HalfCheetah 1 x 2048, 10 epochs x 32', ['--config=ppo_mujoco'], ('sb3', 'sbx'))},
+        'PPO HalfCheetah 1 x 2048, 10 epochs x 32', ['--config=ppo_mujoco'], _STABLE_PEERS)},
     'cheetah_64': {'cheetah_64': Case(
         'PPO HalfCheetah 64 x 64, 2 epochs x 4', ['--config=ppo_mujoco_fast'],
         ('sb3_envpool', 'sbx_envpool'), on_one_core=True)},
@@ -95,6 +101,20 @@ TASKS: Mapping[str, Mapping[str, Case]] = {
                                  _gymnax('Breakout-MinAtar', 256, 128), _GYMNAX_PEERS),
         'cartpole_seeds': Case(f'PPO gymnax CartPole 64 x 128, {SEEDS} seeds in one program',
                                _gymnax('CartPole-v1', 64, 128), ('scanned',), seeds=SEEDS)},
+    'cheetah_replay': {
+        'cheetah_sac': Case(
+            'SAC HalfCheetah 8 x 4, 32 gradient steps', _off_policy('sac_mujoco'), _STABLE_PEERS),
+        'cheetah_sac_1': Case(
+            'SAC HalfCheetah 1 x 1, 1 gradient step',
+            _off_policy('sac_mujoco', '--config.scheme=fused', '--config.env.num_envs=1',
+                        '--config.unroll_length=1', '--config.replay.gradient_steps=1'),
+            _STABLE_PEERS),
+        'cheetah_sac_32': Case(
+            'SAC HalfCheetah 32 x 1, 32 gradient steps',
+            _off_policy('sac_mujoco', '--config.env.num_envs=32', '--config.unroll_length=1'),
+            _STABLE_PEERS),
+        'cheetah_td3': Case(
+            'TD3 HalfCheetah 8 x 4, 32 gradient steps', _off_policy('td3_mujoco'), _STABLE_PEERS)},
     'cartpole_gymnasium': {'cartpole_gymnasium': Case(
         'PPO Gymnasium CartPole 16 x 128, 4 epochs x 4',
         [*_CARTPOLE, '--config.env.task=gymnasium:CartPole-v1', '--config.env.num_envs=16',

@@ -681,7 +681,7 @@ def segment(run: Run, snapshot: Snapshot, updates: int, report: Callable[[Report
           actors = run.crew.actors(snapshot.segment, events.stop)
         else:
           actors = make_actors(run, snapshot, stack, events.stop, events.replaying)
-      yield _Graphs(report, events, stack).wire(run, actors, snapshot.whole(), updates)
+      yield _Graphs(report, events, stack).wire(run, actors, snapshot, updates)
     except loops.Stuck:
       # To close the environments would wait for those threads, and to free them would crash them.
       _in_use_for_ever.append(stack.pop_all())
@@ -725,8 +725,14 @@ class _Graphs:
     index = snapshot.segment
     first = snapshot.begun
     end = segment_end(run.experiment, first)
+    state = snapshot.state
+
+    @functools.cache
+    def state_later() -> TrainState:
+      return run.learner.allocate(state() if callable(state) else state)
+
     start = wiring.SegmentStart(
-        run.learner.allocate(snapshot.state), update, first, min(updates, end - update),
+        state_later, update, first, min(updates, end - update),
         snapshot.before, self._events.next_pause, after)
     del snapshot  # it would stay in memory
     workers, waits = run.experiment.scheme.graph.wire(run.plan, actors, start, reports)

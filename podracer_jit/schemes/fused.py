@@ -48,22 +48,28 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   """
   (actor,) = actors
   mesh = plan.place.mesh
-  total = counters.of(plan.total_steps, start.state.steps)
+  learner = plan.learner
+  shapes = learner.state_shapes()
+  total = counters.of(plan.total_steps, shapes.steps)
   calls = min(plan.updates_per_call, start.updates)
   # The vector environments of each device are alike, so their program is the same.
   vector_envs = actor.rollout_program.vector_envs[:plan.num_shards // mesh.size]
-  learner = plan.learner
   parts = learner.algorithm.for_actors, plan.acting.rollout(vector_envs), learner.learn, calls
   if mesh.size > 1:
     fused = sharding.fused_program(*parts, mesh)
-    state = start.state
+    shapes = start.state
     actor_state = split(actor.state, mesh)
   else:
     fused = sharding.make_fused(*parts, sent_by)
-    state = jax.tree.map(lambda x: x.addressable_data(0), start.state)
+    # The program compiles while the first state is computed.
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+                          shapes._replace(replay=learner.replay_shapes()))
     actor_state = actor.state
-  program = actor.rollout_program.load(fused, (state, actor_state, calls, total), donate=(0, 1),
+  program = actor.rollout_program.load(fused, (shapes, actor_state, calls, total), donate=(0, 1),
                                        kept=plan.kept_programs, key=calls)
+  state = start.state
+  if mesh.size == 1:
+    state = jax.tree.map(lambda x: x.addressable_data(0), state)
 
   def fire(carry: State):
     limit = min(calls, start.update + start.updates - carry.update,

@@ -138,7 +138,8 @@ class Position(NamedTuple):
 class SegmentStart(NamedTuple):
   """Where a graph begins: at the beginning of a segment, or within it."""
 
-  state: TrainState
+  # Returns the train state, which a thread may still compute; the same one in each call.
+  state_later: Callable[[], TrainState]
   update: int  # updates done
   first: int  # updates done when the segment began: its pipeline was empty then
   updates: int  # most updates of this graph
@@ -148,6 +149,11 @@ class SegmentStart(NamedTuple):
   # Called after each call of updates, by the thread that learns, which waits; whether the graph
   # ends here.
   after: Callable[[Position], bool]
+
+  @property
+  def state(self) -> TrainState:
+    """The train state; waits for it."""
+    return self.state_later()
 
 
 class Segment(NamedTuple):

@@ -1,10 +1,12 @@
-"""PPO of Stable-Baselines3 or SBX with the sizes and the loss of one of our configs.
+"""PPO, SAC or TD3 of Stable-Baselines3 or SBX with the sizes and the loss of one of our configs.
 
 stable.py CONFIG RECORDS sb3|sbx gymnasium|subproc|envpool
 
 `gymnasium` steps environments in this process (`DummyVecEnv`; Atari by ale-py with the wrappers of
 `make_atari_env`), `subproc` in a process each, and `envpool` by EnvPool.
 """
+
+import importlib
 
 import envpool
 import numpy as np
@@ -71,7 +73,10 @@ class EnvPoolVecEnv(VecEnv):
 
 
 class Progress(BaseCallback):
-  """Notes each update: the next rollout begins when an update is over."""
+  """Notes each update: the next rollout begins when an update is over.
+
+  With a replay, nothing is noted until the first gradient step, whose program is compiled then.
+  """
 
   def __init__(self, records):
     """Keeps the records."""
@@ -79,7 +84,7 @@ class Progress(BaseCallback):
     self._records = records
 
   def _on_rollout_start(self):
-    if self.num_timesteps:
+    if self.num_timesteps > getattr(self.model, 'learning_starts', 0):
       self._records.write(self.num_timesteps)
 
   def _on_step(self):
@@ -110,22 +115,29 @@ def make_envs(config, kind):
 
 def make_model(library, config, envs, policy):
   """Returns the algorithm."""
+  module = importlib.import_module('sbx' if library == 'sbx' else 'stable_baselines3')
   loss = config['loss']
-  options = dict(
-      learning_rate=config['optimizer']['learning_rate'], n_steps=config['unroll_length'],
+  options = dict(learning_rate=config['optimizer']['learning_rate'], gamma=loss['discount'],
+                 seed=1, device='cpu')
+  hidden = list(config['network']['hidden'])
+  if replay := config.get('replay'):
+    options |= dict(
+        buffer_size=replay['capacity'], learning_starts=replay['min_size'],
+        batch_size=replay['batch_size'], tau=loss['tau'],
+        train_freq=(config['unroll_length'], 'step'), gradient_steps=replay['gradient_steps'],
+        policy_kwargs=dict(net_arch=dict(pi=hidden, qf=hidden)))
+    return getattr(module, loss['name'].upper())(policy, envs, **options)
+  options |= dict(
+      n_steps=config['unroll_length'],
       batch_size=config['env']['num_envs'] * config['unroll_length'] // config['num_minibatches'],
-      n_epochs=config['num_epochs'], gamma=loss['discount'], gae_lambda=loss['gae_lambda'],
-      clip_range=loss['clip'], ent_coef=loss['entropy_coef'], vf_coef=loss['value_coef'],
-      max_grad_norm=config['optimizer']['max_grad_norm'], seed=1, device='cpu')
+      n_epochs=config['num_epochs'], gae_lambda=loss['gae_lambda'], clip_range=loss['clip'],
+      ent_coef=loss['entropy_coef'], vf_coef=loss['value_coef'],
+      max_grad_norm=config['optimizer']['max_grad_norm'])
   if policy == 'MlpPolicy':
-    hidden = list(config['network']['hidden'])
     options['policy_kwargs'] = dict(net_arch=dict(pi=hidden, vf=hidden))
-  if library == 'sbx':
-    from sbx import PPO  # it does not clip the value
-  else:
-    from stable_baselines3 import PPO
+  if library == 'sb3':  # SBX does not clip the value
     options['clip_range_vf'] = loss['clip'] if loss['clip_value'] else None
-  return PPO(policy, envs, **options)
+  return module.PPO(policy, envs, **options)
 
 
 def main():
