@@ -68,10 +68,11 @@ SPLIT = dict(actors=(0, 1), learners=(2, 3))
 WITH_LAG_1 = dict(scheme='cleanba')
 
 
-def large(loss):
+def large(loss, **fields):
   """Groups have 2,048 rows; XLA does not split smaller sums between threads."""
   config = small(loss, num_shards=2, num_grad_shards=2, num_epochs=2 if loss == 'ppo' else 1)
-  return changed(config, unroll_length=64, num_minibatches=8, env__num_envs=64)
+  sizes = dict(unroll_length=64, num_minibatches=8, env__num_envs=64)
+  return changed(config, **sizes | fields)
 
 
 def four_shards(loss):
@@ -84,9 +85,10 @@ def odd():
   return changed(config, num_minibatches=1, unroll_length=7, env__num_envs=9)
 
 
-def images(loss, network):
-  return small(loss, 'Pong-v5', network, num_shards=2, num_grad_shards=2,
-               num_epochs=2 if loss == 'ppo' else 1)
+def images(loss, network, **fields):
+  config = small(loss, 'Pong-v5', network, num_shards=2, num_grad_shards=2,
+                 num_epochs=2 if loss == 'ppo' else 1)
+  return changed(config, **fields)
 
 
 def recurrent(loss, core):
@@ -109,6 +111,22 @@ def gymnasium(loss='impala'):
   return config
 
 
+def vmpo():
+  return large('examples.vmpo:VMPO', num_minibatches=1, loss__target_every=2)
+
+
+def ppg():
+  """An auxiliary phase follows every other update."""
+  return large('examples.ppg:PPG', network__separate_critic=True, normalise__reward=True,
+               loss__policy_updates=2, loss__aux_epochs=2, loss__aux_minibatches=4)
+
+
+def rnd():
+  return large('examples.rnd:RND', num_epochs=2, loss__embedding=16)
+
+
+# As the authors of PQN have it.
+PQN_CNN = dict(network__layer_norm=True, num_epochs=2)
 LAG_0 = (Way('fused', calls=2), Way('ppo'), Way('ddppo', **TWO), Way('dppo', **TWO))
 ROWS = (
     Row('IMPALA, MLP, four shards', lambda: four_shards('impala'),
@@ -199,6 +217,22 @@ ROWS = (
     Row('PQN, MLP, large batches', lambda: large('pqn'), (), LAG_0, updates=4),
     Row('PQN, GRU', lambda: recurrent('pqn', 'gru'), (),
         (Way('dppo', **TWO), Way('fused', calls=4), Way('sync', (0, 1), (2, 1)))),
+    Row('PQN, MLP, large batches', lambda: large('pqn'), (),
+        (Way('rapid', **SPLIT), Way('cleanba', (0, 1), (2,))), updates=4, **WITH_LAG_1),
+    Row('PQN, CNN', lambda: images('pqn', 'nature_cnn', **PQN_CNN), (),
+        (Way('fused', calls=4), Way('sync', **TWO, threads=1), Way('sync', (0,), (2, 3), 2, 1))),
+    Row('PQN, CNN', lambda: images('pqn', 'nature_cnn', **PQN_CNN), (),
+        (Way('cleanba', (0, 1), (2, 3)), Way('rapid', **SPLIT)), **WITH_LAG_1),
+    Row('V-MPO, MLP, large batches', vmpo, (), LAG_0, updates=4),
+    Row('V-MPO, MLP, large batches', vmpo, (),
+        (Way('rapid', **SPLIT), Way('cleanba', (0, 1), (2,))), updates=4, **WITH_LAG_1),
+    Row('PPG, MLP, large batches', ppg, (),
+        (Way('fused', calls=2), Way('ppo'), Way('ddppo', **TWO)), updates=4),
+    Row('PPG, MLP, large batches', ppg, (), (Way('cleanba', (0, 1), (2,)), Way('cleanba', **SPLIT)),
+        updates=4, **WITH_LAG_1),
+    Row('RND, MLP, large batches', rnd, (), LAG_0, updates=4),
+    Row('RND, MLP, large batches', rnd, (),
+        (Way('rapid', **SPLIT), Way('cleanba', (0, 1), (2,))), updates=4, **WITH_LAG_1),
     Row('DQN, CNN', lambda: test_apex.config('pixels'), (), (Way('ddppo', **TWO),), updates=8),
 )
 
