@@ -82,6 +82,9 @@ def config(loss='ppo', environment='Sensor', **options):
   if 'replay' in fields:
     fields |= dict(num_minibatches=1, scheme='apex_lockstep')
     fields['replay'] |= dict(capacity=256, min_size=1, batch_size=16, gradient_steps=2)
+  if loss == 'r2d2':
+    fields['network'] |= dict(core='gru', core_size=8)
+    fields['loss'] |= dict(burn_in=2, trace_length=6, n_step=2)
   return fields
 
 
@@ -173,6 +176,9 @@ DOORS = 'tests.envs.masked:Doors'
 @pytest.mark.parametrize('loss, task, options, sentence', essential([
     ('ppo', DOORS, dict(stuck_at=2), 'step 2 of an episode returned allows no action'),
     ('dqn', DOORS, dict(stuck_at=3, ends='truncated'),
+     'step 3 of an episode returned allows no action'),
+    ('pqn', DOORS, dict(stuck_at=2), 'step 2 of an episode returned allows no action'),
+    ('r2d2', DOORS.replace('Doors', 'PythonDoors'), dict(stuck_at=3),
      'step 3 of an episode returned allows no action'),
     ('impala', DOORS, dict(stuck_at=0), 'a reset returned allows no action'),
     ('impala', DOORS.replace('Doors', 'PythonDoors'), dict(stuck_at=2, choices=(3, 4)),

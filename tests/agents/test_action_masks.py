@@ -24,7 +24,7 @@ from podracer_jit.losses.r2d2 import R2D2
 from podracer_jit.play import evaluation
 from podracer_jit.types import Rollout, Target, TrainState, Transition
 from tests.envs import masked
-from tests.runs import changed, prepared, run, small
+from tests.runs import changed, contents, prepared, run, small, train
 from tests.tiers import essential
 
 Box, Dict, Tuple = (getattr(gymnasium_spaces, name) for name in ('Box', 'Dict', 'Tuple'))
@@ -603,6 +603,27 @@ def test_runs_and_evaluations_take_legal_actions_with_the_same_bits_anywhere(nam
                      placement__learner_devices=(0,)))[0] == receipts
   assert run(changed(config, placement__actor_devices=(0, 1),
                      placement__learner_devices=(0, 1)))[0] == receipts
+
+
+@pytest.mark.parametrize('name', essential(
+    ['ppo, a product in Python', 'dqn, Python', 'dqn, JAX environments', 'pqn, GRU, Python',
+     'r2d2, Python', 'V-MPO', 'PPG', 'RND'], 'dqn, Python'))
+@pytest.mark.same_bits('stopped within a segment and at the end of one',
+                       'PPO, DQN, PQN, R2D2, V-MPO, PPG, RND with action masks')
+def test_a_run_that_was_stopped_goes_on_with_legal_actions(name, tmp_path):
+  loss, task, fields = RUNS[name]
+  config = changed(doors(loss, task, **fields), total_steps=600, log__tensorboard=False)
+  prepared_run = prepared(config)
+  assert prepared_run.experiment.env.renew_every_updates == 6
+  for stop in (3, 6):
+    assert not train(prepared_run, tmp_path / 'stopped', stop)
+  for name in ('stopped', 'whole'):
+    assert train(prepared_run, tmp_path / name)
+  stopped, whole = (contents(tmp_path / name) for name in ('stopped', 'whole'))
+  assert stopped == whole
+  _, metrics, *_ = stopped
+  assert len(metrics) > 9
+  assert {line['episode_length'] for line in metrics} == {masked.LIMIT}  # none ended early
 
 
 @pytest.mark.parametrize('loss', ['dqn', 'pqn', 'r2d2'])

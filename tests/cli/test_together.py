@@ -19,6 +19,7 @@ from podracer_jit.cli import compare, launch, rerun
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.workdir import checkpoints, record
 from tests import made, processes
+from tests.envs.masked import LIMIT
 from tests.processes import command
 from tests.runs import QUICK, small
 from tests.tiers import essential
@@ -90,6 +91,23 @@ def test_two_processes_make_the_same_bits_as_one(uninterrupted, tmp_path):
       m['episode_return'] for m in lines(uninterrupted / 'metrics.jsonl')]
 
 
+def check_two_as_one(experiment, folder):
+  """Checks that two processes make the bits of one; returns the workdir of the two."""
+  of_one, of_two = folder / 'one', folder / 'two'
+  result = train(of_one, experiment=experiment)
+  assert result.returncode == 0, result.stderr
+  results = processes.together(2, *experiment, f'--workdir={of_two}')
+  assert 'finished at update' in results[0].stdout, results
+  result = verb('compare', of_one, of_two)
+  assert 'identical: ' in result.stdout and 'round differently' not in result.stdout
+  return of_two
+
+
+SHORT = ['--config.total_steps=2500', '--config.env.renew_every_updates=8',
+         '--config.checkpoint.every_updates=12', '--config.log.tensorboard=False',
+         '--config.num_shards=2', '--config.num_grad_shards=2']
+
+
 @pytest.mark.full
 @pytest.mark.parametrize('config', [
     ['apex_dqn_catch.py:smoke'], ['r2d2_memory.py:smoke', '--config.env.num_envs=8'],
@@ -105,20 +123,31 @@ def test_two_processes_of_each_newer_algorithm_make_the_same_bits_as_one(config,
   """One process can also repeat an update of a later segment, and have their replay."""
   name, *fields = config
   path = name if name.startswith('/') else f'configs/{name}'
-  apex = [f'--config={path}', *fields, '--config.total_steps=2500',
-          '--config.env.renew_every_updates=8', '--config.checkpoint.every_updates=12',
-          '--config.log.tensorboard=False',
-          '--config.num_shards=2', '--config.num_grad_shards=2']
-  of_one = tmp_path / 'one'
-  of_two = tmp_path / 'two'
-  result = train(of_one, experiment=apex)
-  assert result.returncode == 0, result.stderr
-  results = processes.together(2, *apex, f'--workdir={of_two}')
-  assert 'finished at update' in results[0].stdout, results
-  result = verb('compare', of_one, of_two)
-  assert 'identical: ' in result.stdout and 'round differently' not in result.stdout
+  of_two = check_two_as_one([f'--config={path}', *fields, *SHORT], tmp_path)
   result = verb('rerun', f'--workdir={of_two}', '--update=20')
   assert result.returncode == 0 and 'as its receipt says' in result.stdout, result.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('config', [
+    ['ppo_cartpole.py', '--config.env.task=tests.envs.masked:PythonDoors',
+     '--config.env.choices=(3,4)', '--config.env.form=tuple', '--config.scheme=sync',
+     '--config.num_minibatches=2'],
+    ['apex_dqn_catch.py:smoke', '--config.env.task=tests.envs.masked:Doors'],
+    ['pqn_cartpole.py:smoke', '--config.env.task=tests.envs.masked:Doors',
+     '--config.network.core=gru', '--config.network.core_size=8', '--config.scheme=sync',
+     '--config.num_minibatches=2']],
+    ids=['ppo', 'dqn', 'pqn'])
+@pytest.mark.same_bits('2 processes and 1', 'PPO: MLP, PQN: GRU (`sync`), DQN: MLP '
+                       '(`apex_lockstep`), with action masks')
+def test_two_processes_take_legal_actions(config, tmp_path):
+  """An illegal action would end an episode early."""
+  name, *fields = config
+  of_two = check_two_as_one([f'--config=configs/{name}', *fields, *SHORT,
+                             '--config.env.num_envs=8', '--config.unroll_length=16'], tmp_path)
+  metrics = lines(of_two / 'metrics.jsonl')
+  assert metrics[-1]['episodes'] > 100
+  assert {line['episode_length'] for line in metrics} == {LIMIT}
 
 
 def coordinator_addresses(port):

@@ -1,5 +1,6 @@
 """Agents outside of a run: acting on NumPy arrays for all kinds of tasks, saving and loading."""
 
+import copy
 import json
 import shutil
 import warnings
@@ -271,6 +272,26 @@ def test_whole_numbers_are_observed_in_any_dtype_that_holds_them(name, right, wr
 def test_a_wrong_dict_of_observations_is_refused(obs):
   with pytest.raises(ValueError, match='^obs: '):
     untrained(OWN_ENVS['Forces']).act(obs)
+
+
+@pytest.mark.parametrize('loss, fields', essential([
+    ('ppo', dict(env__choices=(3, 4), env__form='tuple')), ('impala', {}),
+    ('dqn', dict(num_minibatches=1)), ('pqn', {}), ('r2d2', dict(
+        num_minibatches=1, network__core='gru', network__core_size=8))], 'ppo', 'dqn'))
+def test_an_observation_that_allows_no_action_is_refused(loss, fields):
+  """One element of an action without a choice is enough."""
+  agent = untrained('tests.envs.masked:PythonDoors', loss, **fields)
+  space = agent._spaces.observation  # noqa: SLF001
+  obs = space.sample()
+  obs['action_mask'] = jax.tree.map(np.ones_like, obs['action_mask'])
+  stuck = copy.deepcopy(obs)
+  jax.tree.leaves(stuck['action_mask'])[-1][:] = 0
+  agent.act(obs)
+  with pytest.raises(ValueError, match='^obs: its mask action_mask allows no action$'):
+    agent.act(stuck)
+  batch = jax.tree.map(lambda *x: np.stack(x), obs, stuck, obs)
+  with pytest.raises(ValueError, match=r'^obs \[1\]: its mask action_mask allows no action$'):
+    agent.act(batch)
 
 
 def test_an_image_alone_in_a_dict_is_an_image():

@@ -110,6 +110,15 @@ CASES = {
     'mask_of_a_product': ('tests.envs.masked:PythonDoors', dict(
         env__choices=(3, 4), env__form='tuple', normalise__obs=True)),
     'mask_of_values': ('tests.envs.masked:Doors', dict(loss='dqn', num_minibatches=1)),
+    'mask_of_pqn': ('tests.envs.masked:Doors', dict(
+        loss='pqn', network__core='gru', network__core_size=8)),
+    'mask_of_r2d2': ('tests.envs.masked:PythonDoors', dict(
+        loss='r2d2', num_minibatches=1, network__core='lstm', network__core_size=8)),
+    'mask_of_vmpo': ('tests.envs.masked:Doors', dict(loss='examples.vmpo:VMPO')),
+    'mask_of_ppg': ('tests.envs.masked:Doors', dict(
+        loss='examples.ppg:PPG', network__separate_critic=True)),
+    'mask_of_rnd': ('tests.envs.masked:Doors', dict(
+        loss='examples.rnd:RND', loss__embedding=5)),
     'image_and_vector': ('MiniGrid-DoorKey-5x5-v0', dict(network='image_and_vector')),
 }
 

@@ -19,12 +19,15 @@ from podracer_jit.training.sinks import Diverged
 from podracer_jit.workdir import checkpoints, journal
 from podracer_jit.workdir.workdir import Workdir, make_request
 from tests import processes
+from tests.envs.masked import LIMIT
 from tests.runs import StopAt, changed, open_workdir, prepared, run, small, train_in
 from tests.runtime.test_stored_programs import events
 from tests.tiers import essential
 
 NOTHING = make_request()
 PUSH = dict(env__task=f'{__name__}:Push')
+SEQUENCES = dict(network__core='gru', network__core_size=8, loss__burn_in=2, loss__trace_length=6,
+                 replay__min_size=16)
 
 
 class Walk:
@@ -156,29 +159,49 @@ def test_a_workdir_of_a_seed_is_that_of_a_run(three):
     assert [header['first_update'] for header in headers] == [1]
 
 
-@pytest.mark.parametrize('loss, fields', essential([
-    ('ppo', {}), ('dqn', {}), ('dqn', dict(checkpoint__replay=False)),
-    ('r2d2', dict(network__core='gru', network__core_size=8, loss__burn_in=2, loss__trace_length=6,
-                  replay__min_size=16)),
-    ('pqn', {}), ('sac', PUSH), ('td3', PUSH), ('examples.vmpo:VMPO', {}),
-    ('examples.ppg:PPG', dict(network__separate_critic=True, loss__policy_updates=2)),
-    ('examples.rnd:RND', dict(loss__embedding=5))], 'ppo'))
-def test_seeds_that_were_stopped_go_on_to_the_same_bits(tmp_path, three, loss, fields):
-  config = config_of(loss)
+def with_a_replay(config, **fields):
+  """Returns the config with nested fields replaced; if it has a replay, this is small."""
   if 'replay' in config:
     config['num_minibatches'] = 1
     config['replay'] |= dict(capacity=512, min_size=64, batch_size=32, gradient_steps=2)
-  config = changed(config, **fields)
+  return changed(config, **fields)
+
+
+def check_a_stop(config, folder, whole):
+  """Checks that seeds which are stopped after update 3 end with the receipts that `whole` has."""
+  finished, begun = train(config, folder, len(whole), StopAfter(folder / f'seed{len(whole)}'))
+  assert not finished and [len(metrics) for metrics, _ in begun] == [3] * len(whole)
+  finished, rest = train(config, folder, len(whole))
+  assert finished
+  assert [receipts for _, receipts in rest] == [receipts for _, receipts in whole]
+
+
+@pytest.mark.parametrize('loss, fields', essential([
+    ('ppo', {}), ('dqn', {}), ('dqn', dict(checkpoint__replay=False)),
+    ('r2d2', SEQUENCES), ('pqn', {}), ('sac', PUSH), ('td3', PUSH), ('examples.vmpo:VMPO', {}),
+    ('examples.ppg:PPG', dict(network__separate_critic=True, loss__policy_updates=2)),
+    ('examples.rnd:RND', dict(loss__embedding=5))], 'ppo'))
+def test_seeds_that_were_stopped_go_on_to_the_same_bits(tmp_path, three, loss, fields):
+  config = with_a_replay(config_of(loss), **fields)
   if loss == 'ppo':
     _, whole = three
   else:
     _, whole = train(config, tmp_path / 'whole', 2)
-  finished, begun = train(config, tmp_path / 'cut', len(whole),
-                          StopAfter(tmp_path / 'cut' / f'seed{len(whole)}'))
-  assert not finished and [len(metrics) for metrics, _ in begun] == [3] * len(whole)
-  finished, rest = train(config, tmp_path / 'cut', len(whole))
-  assert finished
-  assert [receipts for _, receipts in rest] == [receipts for _, receipts in whole]
+  check_a_stop(config, tmp_path / 'cut', whole)
+
+
+@pytest.mark.parametrize('loss, fields', essential([
+    ('dqn', {}), ('ppo', dict(env__choices=(3, 4), env__form='tuple')), ('pqn', {}),
+    ('r2d2', SEQUENCES)], 'dqn'))
+def test_seeds_that_are_stopped_and_go_on_take_legal_actions(loss, fields, tmp_path):
+  """An illegal action would end an episode early."""
+  config = config_of(loss, env={'task': 'tests.envs.masked:Doors', 'num_envs': 8})
+  config = with_a_replay(config, **fields)
+  _, whole = train(config, tmp_path / 'whole', 2)
+  for metrics, _ in whole:
+    assert metrics[-1]['episodes'] > 50
+    assert {line['episode_length'] for line in metrics} == {LIMIT}
+  check_a_stop(config, tmp_path / 'cut', whole)
 
 
 @pytest.mark.parametrize('num_seeds, eviction', essential(
