@@ -34,6 +34,10 @@ from podracer_jit.experiment.resolve import resolve
 
 DISCRETE = ('CartPole-v1', 'Catch-v0', 'Acrobot-v1')
 CONTINUOUS = ('Pendulum-v1',)
+# The tasks that an algorithm can learn.
+TASKS = {
+    'ppo': DISCRETE + CONTINUOUS, 'impala': DISCRETE + CONTINUOUS, 'pqn': DISCRETE, 'dqn': DISCRETE,
+    'r2d2': DISCRETE, 'dpg': CONTINUOUS, 'sac': CONTINUOUS, 'td3': CONTINUOUS}
 PIXELS = dict(task='Pong-v5', img_height=42, img_width=42, max_episode_steps=12, noop_max=4)
 
 
@@ -53,8 +57,8 @@ def draw(number: int) -> dict[str, Any]:
 
 def _draw(rng: random.Random) -> dict[str, Any]:
   """Draws an experiment, which may be invalid."""
-  loss = rng.choice(['ppo', 'ppo', 'impala', 'impala', 'dqn', 'dpg'])
-  pixels = loss != 'dpg' and rng.random() < 0.1
+  loss = rng.choice([*TASKS, 'ppo', 'impala'])  # these two twice as often
+  pixels = TASKS[loss] != CONTINUOUS and rng.random() < 0.1
   network = 'deterministic' if loss == 'dpg' else (
       rng.choice(['nature_cnn', 'impala_resnet']) if pixels else 'mlp')
   config = experiment.config(loss, network, rng.choice(['adam', 'rmsprop', 'centred_rmsprop'])
@@ -63,8 +67,7 @@ def _draw(rng: random.Random) -> dict[str, Any]:
   num_shards = rng.choice([n for n in (1, 2, 3, 4) if groups % n == 0 or n % groups == 0])
   # The number of environments must be a multiple of both.
   divisor = math.lcm(groups, num_shards)
-  config['env'] |= PIXELS if pixels else dict(
-      task=rng.choice(CONTINUOUS if loss == 'dpg' else DISCRETE + CONTINUOUS))
+  config['env'] |= PIXELS if pixels else dict(task=rng.choice(TASKS[loss]))
   config['env']['num_envs'] = divisor * rng.choice([1, 2, 3, 5] if pixels else [2, 3, 5, 7, 16])
   config |= dict(
       seed=rng.randrange(1000), num_shards=num_shards, num_grad_shards=groups,
@@ -78,10 +81,10 @@ def _draw(rng: random.Random) -> dict[str, Any]:
     config['network']['hidden'] = rng.choice([(5,), (64, 64), (33, 17), (128, 8)])
   else:
     config['network'] |= dict(actor_hidden=(rng.choice([9, 32]), 16), critic_hidden=(33, 16))
-  if loss in ('ppo', 'impala'):
+  if loss in ('ppo', 'impala', 'pqn'):
     _draw_rollout_algorithm(rng, config, loss)
   else:
-    _draw_replay(rng, config, groups)
+    _draw_replay(rng, config, loss, groups)
   return config
 
 
@@ -94,22 +97,41 @@ def _draw_optimizer(rng: random.Random, config: dict[str, Any], loss: str) -> No
 
 def _draw_rollout_algorithm(rng: random.Random, config: dict[str, Any], loss: str) -> None:
   config['network'] |= dict(core=rng.choice(['none', 'none', 'gru', 'lstm']),
-                            core_size=rng.choice([8, 17]), separate_critic=rng.random() < 0.3)
+                            core_size=rng.choice([8, 17]))
+  if loss != 'pqn':
+    config['network']['separate_critic'] = rng.random() < 0.3
   config['normalise'] |= dict(obs=rng.random() < 0.4, reward=rng.random() < 0.4,
                               value=loss == 'ppo' and rng.random() < 0.4)
   config['num_minibatches'] = rng.choice([1, 2, 3])
-  if loss == 'ppo':
+  if loss in ('ppo', 'pqn'):
     config['num_epochs'] = rng.choice([1, 2, 3])
+  if loss == 'ppo':
     config['loss'] |= dict(vtrace=rng.random() < 0.3, clip_value=rng.random() < 0.3)
+  if loss == 'pqn':
+    config['loss'] |= dict(trace_lambda=rng.choice([0.0, 0.65, 0.95]),
+                           epsilon=rng.choice([0.05, 'linear:1:0.05:0.1']))
 
 
-def _draw_replay(rng: random.Random, config: dict[str, Any], groups: int) -> None:
+def _draw_replay(rng: random.Random, config: dict[str, Any], loss: str, groups: int) -> None:
   share = config['env']['num_envs'] // groups
   config['replay'] |= dict(
       capacity=groups * rng.choice([200, 700, 5000]), min_size=groups * 8 * share,
       batch_size=groups * rng.choice([7, 32, 96]), gradient_steps=rng.choice([1, 3]),
-      eviction='prioritised' if config['loss']['name'] == 'dpg' else 'fifo')
-  config['loss'] |= dict(target_every=rng.choice([3, 20]), n_step=rng.choice([1, 3]))
+      eviction='prioritised' if loss == 'dpg' else 'fifo')
+  config['loss']['n_step'] = rng.choice([1, 3])
+  if loss in ('dqn', 'r2d2', 'dpg'):
+    config['loss']['target_every'] = rng.choice([3, 20])
+  if loss in ('sac', 'td3'):
+    config['loss']['num_critics'] = rng.choice([1, 2, 3])
+  if loss == 'td3':
+    config['loss']['policy_delay'] = rng.choice([1, 2, 3])
+  if loss == 'r2d2':
+    config['network'] |= dict(core=rng.choice(['none', 'gru', 'lstm']),
+                              core_size=rng.choice([8, 17]))
+    config['loss'] |= dict(burn_in=rng.choice([0, 4]), trace_length=rng.choice([5, 16]))
+    # The replay has sequences.
+    config['replay'] |= dict(capacity=groups * rng.choice([100, 300]), min_size=groups * 2 * share,
+                             batch_size=groups * rng.choice([3, 8]))
 
 
 def smaller(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -133,6 +155,8 @@ def smaller(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
   for name in ('vtrace', 'clip_value'):
     if config['loss'].get(name):
       yield with_('loss', **{name: False})
+  if config['loss'].get('burn_in'):
+    yield with_('loss', burn_in=0)
   for name in ('num_epochs', 'num_minibatches', 'num_shards', 'num_grad_shards'):
     if config[name] > 1:
       yield with_(None, **{name: 1})
