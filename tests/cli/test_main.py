@@ -259,6 +259,13 @@ RUNS = {
                   '--config.unroll_length=32', '--config.total_steps=2080',
                   '--config.env.renew_every_updates=5', '--config.checkpoint.every_updates=3',
                   '--config.log.tensorboard=False'],
+    # Recurrent states, and minibatches of whole environments.
+    'fused pqn with a GRU': [
+        '--config=configs/pqn_cartpole.py:smoke', '--config.env.num_envs=8',
+        '--config.unroll_length=32', '--config.num_minibatches=4', '--config.network.core=gru',
+        '--config.network.core_size=16', '--config.total_steps=2080',
+        '--config.env.renew_every_updates=5', '--config.checkpoint.every_updates=3',
+        '--config.log.tensorboard=False'],
     # Three parts with an optimizer each, and target critics.
     'lockstep sac': ['--config=configs/sac_pendulum.py:smoke', *PENDULUM],
     # A count of gradient steps says when the actor learns.
@@ -286,7 +293,7 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.mark.parametrize('name', essential(RUNS, 'cleanba impala'))
 @pytest.mark.same_bits('killed at random and resumed',
-                       'IMPALA: MLP (`cleanba`), PPO, PQN: MLP, V-MPO, PPG, RND (`fused`), '
+                       'IMPALA: MLP (`cleanba`), PPO, PQN: MLP, GRU, V-MPO, PPG, RND (`fused`), '
                        'R2D2: GRU, SAC, TD3 (`apex_lockstep`)')
 def test_a_killed_run_resumes_to_the_same_bits(name, uninterrupted, tmp_path):
   """The run is killed at a random moment between its start and its end."""

@@ -114,11 +114,14 @@ SHORT = ['--config.total_steps=2500', '--config.env.renew_every_updates=8',
     ['sac_pendulum.py:smoke'], ['td3_pendulum.py:smoke'],
     ['pqn_cartpole.py:smoke', '--config.scheme=sync', '--config.env.num_envs=8',
      '--config.unroll_length=8'],
+    ['pqn_cartpole.py:smoke', '--config.scheme=sync', '--config.env.num_envs=8',
+     '--config.unroll_length=8', '--config.num_minibatches=4', '--config.network.core=gru',
+     '--config.network.core_size=16'],
     *([f'{ROOT}/examples/{name}.py:smoke', '--config.scheme=sync', '--config.env.num_envs=8',
        '--config.unroll_length=16'] for name in ('vmpo', 'ppg', 'rnd'))])
 @pytest.mark.same_bits('2 processes and 1',
-                       'DQN: MLP, R2D2: GRU, SAC, TD3 (`apex_lockstep`), PQN: MLP, V-MPO, PPG, RND '
-                       '(`sync`)')
+                       'DQN: MLP, R2D2: GRU, SAC, TD3 (`apex_lockstep`), PQN: MLP, GRU, V-MPO, '
+                       'PPG, RND (`sync`)')
 def test_two_processes_of_each_newer_algorithm_make_the_same_bits_as_one(config, tmp_path):
   """One process can also repeat an update of a later segment, and have their replay."""
   name, *fields = config
