@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from absl.flags import FlagValues
 
-from podracer_jit import options
+from podracer_jit import experiment, options
 from podracer_jit.configs import (
   impala_atari,
   ppo_atari,
@@ -32,6 +32,15 @@ ROOT = Path(__file__).resolve().parents[2]
 def in_examples(name):
   """Returns what a module of examples/ defines."""
   return runpy.run_path(str(ROOT / 'examples' / f'{name}.py'))
+
+
+def r2d2_on_pong():
+  """Returns a config with the defaults of R2D2, since no shipped one has the paper's settings."""
+  config = experiment.config('r2d2', 'nature_cnn', 'adam', scheme='apex_lockstep')
+  config.env.task = 'Pong-v5'
+  config.unroll_length = 40
+  config.network.core = 'lstm'
+  return config
 
 
 # 1709.06009, table 2 and section 3. EnvPool's noop_max of 1 means no no-ops.
@@ -142,6 +151,11 @@ CASES = {  # 2310.00036
         'loss.target_entropy': -1.0, 'loss.n_step': 1, 'replay.capacity': 1_000_000,
         'replay.batch_size': 256, 'replay.gradient_steps': 4 * 8, 'unroll_length': 4,
         'env.num_envs': 8, 'replay.priority_exponent': 0.0}),
+    # Kapturowski et al. 2019, section 2.3 and table 2: what has a star in losses/r2d2.py.
+    'R2D2': (r2d2_on_pong, {
+        'loss.discount': 0.997, 'loss.n_step': 5, 'loss.burn_in': 40, 'loss.trace_length': 80,
+        'loss.target_every': 2500, 'loss.eta': 0.9, 'loss.epsilon': 0.4,
+        'loss.epsilon_alpha': 7.0}),
     # The authors' program of 2407.04811 for MinAtar.
     'PQN': (pqn_minatar.get_config, {
         'total_steps': 10_000_000, 'env.num_envs': 128, 'unroll_length': 32, 'num_minibatches': 32,
