@@ -272,9 +272,13 @@ def test_simba_begins_with_orthogonal_and_he_weights():
     ('impala', 'CartPole-v1', {}), ('pqn', 'CartPole-v1', {}), ('dqn', 'CartPole-v1', {}),
     ('r2d2', 'CartPole-v1', dict(network__core='gru', network__core_size=8, loss__burn_in=2,
                                  loss__trace_length=4, loss__n_step=2)),
-    ('sac', 'Pendulum-v1', {}), ('td3', 'Pendulum-v1', dict(loss__policy_delay=1))])
+    ('sac', 'Pendulum-v1', {}), ('td3', 'Pendulum-v1', dict(loss__policy_delay=1)),
+    ('examples.vmpo:VMPO', 'CartPole-v1', dict(num_minibatches=1)),
+    ('examples.ppg:PPG', 'CartPole-v1', dict(
+        network__separate_critic=True, loss__policy_updates=2, loss__aux_minibatches=1)),
+    ('examples.rnd:RND', 'CartPole-v1', dict(loss__embedding=5))])
 def test_simba_learns_with_any_algorithm_that_takes_a_torso(loss, task, fields):
-  """Each array of the torso changes, of an actor-critic, of a dueling network and of critics."""
+  """Each array changes, of an actor-critic, a dueling network, critics and a predictor."""
   config = changed(small(loss, task, 'simba'), network__hidden=8, **fields)
   if 'replay' in config:
     config['num_minibatches'] = 1
