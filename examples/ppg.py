@@ -20,8 +20,17 @@ With seeds 1, 2 and 3 the mean return of the last 100 training episodes is 498, 
 | rewards are normalised | yes | appendix A | `normalise.reward` |
 | learning rate of Adam | 5e-4 | appendix A | `optimizer.learning_rate` |
 
-Policy and value take the same number of epochs. The phase goes on with the moments of Adam; the
-authors' program has a second Adam for it.
+What differs from the authors' program (openai/phasic-policy-gradient):
+
+- Policy and value take the same number of epochs.
+- The phase goes on with the moments of Adam; their program has a second Adam for it.
+- Advantages are normalised over a minibatch, not over the rollouts of an update.
+- The loss of the value weighs half as much, unless `loss.value_coef` is 1.
+- Gradients are clipped, and Adam's epsilon is 1e-5 (`optimizer`). Theirs has no clipping, and 1e-8.
+- A minibatch of the phase has rows of all rollouts; theirs has whole rollouts of 16 environments.
+- A truncated episode is bootstrapped from its last observation.
+- The config below is for CartPole: its sizes, rate and number of updates between phases were chosen
+  here.
 """
 
 import dataclasses

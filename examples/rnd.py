@@ -31,11 +31,21 @@ random finds the treasure once in 2^20 episodes.
 `.entropy_coef` |
 | learning rate of Adam | 1e-4 | table 5 | `optimizer.learning_rate` |
 
-Moments of an update normalise from the next update on. Intrinsic returns go to the end of the
-rollout, from where the intrinsic value goes on; the paper's code sums past bonuses instead. It also
-begins with observations of a random agent; here, the first update does not normalise them. The
-networks see a stack of frames as a whole, where the paper takes the newest. Advantages are
-normalised and gradients clipped, as PPO does here; the authors' program does neither.
+What differs from the authors' program (openai/random-network-distillation):
+
+- Moments of an update normalise from the next update on. The first update does not normalise
+  observations; their program begins with observations of a random agent.
+- Bonuses are in deviations of intrinsic returns, which go on from the rollout's end with the
+  intrinsic value; theirs are in deviations of discounted sums of past bonuses.
+- The networks of the bonus see a stack of frames as a whole; theirs see the newest frame.
+- The predictor learns from the observations of rows; theirs from those after the rows.
+- Its loss is a sum over the drawn rows divided by their expected number, not by their number.
+- Advantages are normalised and gradients clipped, as PPO does here; theirs are not.
+- The losses of both values weigh half as much, unless `loss.value_coef` is 1.
+- All networks have the config's torso. Theirs are convolutional, with leaky ReLUs in the networks
+  of the bonus and further layers in the policy's.
+- A truncated episode is bootstrapped from its last observation.
+- The config below is for DeepSea: its sizes and rate were chosen here.
 """
 
 import dataclasses

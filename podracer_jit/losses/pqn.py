@@ -27,14 +27,18 @@ class PQN(Algorithm):
   bootstrapped from its last observation. Schemes in which actors lag learn from older actions as
   from those of today.
 
-  | option | value of the authors' program for MinAtar |
-  |---|---|
-  | `env.num_envs`, `unroll_length` | 128, 32 |
-  | `num_minibatches`, `num_epochs` | 32, 2 |
-  | `trace_lambda`, `discount` | 0.65, 0.99 |
-  | `epsilon` | from 1 to 0.05 in the first tenth |
-  | `optimizer` | RAdam, 5e-4, linearly to 0, gradients clipped at 10 |
-  | `network` | 16 channels of 3 x 3, 128 units, `layer_norm` |
+  The authors' program (mttga/purejaxql) has these settings for MinAtar, in
+  config/alg/pqn_minatar.yaml:
+
+  | option | value | setting |
+  |---|---|---|
+  | `env.num_envs`, `unroll_length` | 128, 32 | NUM_ENVS, NUM_STEPS |
+  | `num_minibatches`, `num_epochs` | 32, 2 | NUM_MINIBATCHES, NUM_EPOCHS |
+  | `trace_lambda`, `discount` | 0.65, 0.99 | LAMBDA, GAMMA |
+  | `epsilon` | from 1 to 0.05 in the first tenth | EPS_START, EPS_FINISH, EPS_DECAY |
+  | `optimizer` | RAdam, 5e-4, linearly to 0 | LR, LR_LINEAR_DECAY |
+  | `optimizer.max_grad_norm` | 10 | MAX_GRAD_NORM |
+  | `network` | 16 channels of 3 x 3, 128 units, `layer_norm` | NORM_TYPE, CNN in the code |
   """
 
   policy_reads: ClassVar[str] = policies.ACTION_VALUES

@@ -57,15 +57,17 @@ def draw(key: jax.Array, dist_params: jax.Array) -> tuple[jax.Array, jax.Array]:
 class SAC(OffPolicyActorCritic):
   """Soft actor-critic for continuous actions and flat observations (algorithm 1).
 
-  | option | the paper's value (appendix D, table 1) |
-  |---|---|
-  | `num_critics` | 2; actor and targets take the smallest value |
-  | `tau` | 0.005 |
-  | `target_entropy` | -1 nat for each element of an action |
-  | `n_step`, `replay.gradient_steps` | 1, and one for each step of the environments |
-  | `replay.capacity`, `replay.batch_size` | 1,000,000, 256 |
-  | `optimizer.learning_rate` (Adam), of all parts | 3e-4 |
-  | `network.hidden` (ReLU) | 256, 256 |
+  | option | the paper's value | where |
+  |---|---|---|
+  | `num_critics` | 2; actor and targets take the smallest value | section 6 |
+  | `n_step` | 1 | equation 5 |
+  | `tau` | 0.005 | table 1 (appendix D) |
+  | `target_entropy` | -1 nat for each element of an action | table 1 |
+  | `discount` | 0.99 | table 1 |
+  | `replay.gradient_steps` | one for each step of the environments | table 1 |
+  | `replay.capacity`, `replay.batch_size` | 1,000,000, 256 | table 1 |
+  | `optimizer.learning_rate` (Adam), of all parts | 3e-4 | table 1 |
+  | `network.hidden` (ReLU) | 256, 256 | table 1 |
 
   An update takes `replay.gradient_steps` steps whatever its rollout holds. Rows of resets are no
   steps, so where episodes are short, there are somewhat more gradient steps than steps. A truncated
