@@ -137,10 +137,10 @@ def train(config: Config, workdir: str | Path, *, num_seeds: int | None = None,
   Args:
     config: a whole config, from `load_config` or `config`, or a name for `load_config`.
     workdir: a folder for checkpoints and metrics.
-    num_seeds: trains so many seeds at once, from the config's seed on, in one vmapped program; each
-      has a workdir in the workdir, such as seed1. It is for environments that are JAX functions and
-      a scheme that is one program, on one device. The last bits of a seed are not those of its run
-      alone.
+    num_seeds: trains so many seeds at once, from the config's seed on, in one program; each has a
+      workdir in the workdir, such as seed1. It is for environments that are JAX functions and a
+      scheme that is one program, on one device for each seed. On CPUs a seed has the bits of its
+      run alone.
     callbacks: functions, called with the metrics of each update, and instances of `Sink`; also
       subclasses of `Sink`, or 'module:Class', of which each seed gets its own instance.
     init_from: a workdir; a new run begins with the newest state of that run.

@@ -13,6 +13,7 @@ pip decide which build of PyTorch that is (PIP_CONSTRAINT). The tasks, and the p
   cheetah_1x2048      PPO, HalfCheetah                   sb3, sbx
   cheetah_64          PPO, HalfCheetah, 64 x 64          sb3_envpool, sbx_envpool
   cartpole_jax        PPO, gymnax, 64 to 16,384          rejax, scanned (PureJaxRL's shape)
+  cartpole_seeds      the same with 16 seeds at once     scanned
   cheetah_replay      SAC and TD3, HalfCheetah           sb3, sbx
   cartpole_gymnasium  PPO, Gymnasium; only if it is named in --tasks    sb3, sb3_subproc
 

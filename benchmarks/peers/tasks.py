@@ -98,9 +98,10 @@ TASKS: Mapping[str, Mapping[str, Case]] = {
             _gymnax('CartPole-v1', num_envs, steps), _GYMNAX_PEERS)
            for num_envs, steps in ((64, 128), (256, 128), (2048, 128), (16_384, 16))},
         'breakout_minatar': Case('PPO gymnax Breakout-MinAtar 256 x 128, MLP, 4 epochs x 4',
-                                 _gymnax('Breakout-MinAtar', 256, 128), _GYMNAX_PEERS),
-        'cartpole_seeds': Case(f'PPO gymnax CartPole 64 x 128, {SEEDS} seeds in one program',
-                               _gymnax('CartPole-v1', 64, 128), ('scanned',), seeds=SEEDS)},
+                                 _gymnax('Breakout-MinAtar', 256, 128), _GYMNAX_PEERS)},
+    'cartpole_seeds': {'cartpole_seeds': Case(
+        f'PPO gymnax CartPole 64 x 128, {SEEDS} seeds in one program',
+        _gymnax('CartPole-v1', 64, 128), ('scanned',), seeds=SEEDS)},
     'cheetah_replay': {
         'cheetah_sac': Case(
             'SAC HalfCheetah 8 x 4, 32 gradient steps', _off_policy('sac_mujoco'), _STABLE_PEERS),

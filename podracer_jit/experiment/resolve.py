@@ -72,7 +72,10 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
       place = parts_of['placement'][0]
       if place.auto and not place.is_remote and not place.xla_threads:
         place = dataclasses.replace(place, xla_threads=placing.xla_threads(machine))
-      devices = placing.most_devices(fields['num_shards'], fields['num_grad_shards'], machine)
+      # Several seeds use a device for each core, however many one run can use.
+      devices = max(
+          placing.most_devices(fields['num_shards'], fields['num_grad_shards'], machine),
+          min(machine.allowed, placing.xla_threads(machine)))
       host.prepare_host_for_any(place, parts_of['numerics'][0].deterministic, devices)
     spec = family_of(env.task).make_spec(env.task, task_options)
   is_default = env.action_mask == options.defaults(EnvOptions)['action_mask']

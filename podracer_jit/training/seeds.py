@@ -1,21 +1,23 @@
-"""Several seeds of an experiment at once: independent agents in one vmapped program.
+"""Several seeds of an experiment at once: independent agents in one program.
 
-This needs environments that are JAX functions and a scheme that is one program, on one device. An
-operation on all seeds may round differently from one on a single seed, so the last bits are not
-those of single runs.
+This needs environments that are JAX functions and a scheme that is one program. On CPUs each device
+takes an equal share of the seeds, one after the other, and each seed has the bits of its run alone.
+On other platforms one device takes all seeds, in a vmapped program, which may round differently.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from podracer_jit.actor import kept_envs
 from podracer_jit.actor.rollouts import ActorState
@@ -37,6 +39,7 @@ MAX_SEEDS = 4096
 # TensorBoard its events and two ends of a queue.
 FILES_OF_SEED = 3
 FILES_OF_EVENTS = 3
+_SEEDS = 'seeds'  # axis of the mesh
 _OTHER_FILES = 100  # of the process, with those that are open only during a save
 
 
@@ -105,7 +108,7 @@ def check_stages(opened: opening.Opened, seed: int) -> None:
 
 
 class SeedsProgram:
-  """The `Program` of several seeds: one vmapped program, with a leading axis of seeds."""
+  """The `Program` of several seeds: one program, with a leading axis of seeds."""
 
   def __init__(self, runs: Sequence[build.Run], snapshots: Sequence[Snapshot]):
     """Starts the environments of all seeds, and takes over the snapshots.
@@ -129,14 +132,18 @@ class SeedsProgram:
         state = run.learner.allocate(snapshot.state)
         states.append(jax.tree.map(lambda x: x.addressable_data(0), state))
       failing.pop_all()
-    self._states: TrainState = _stacked(states)
-    self._actor_states: ActorState = _stacked([actor.state for actor in actors])
+    device = self._run.place.actors[0]
+    self._devices = devices_of_seeds(len(runs), device, self._run.experiment)
+    by_seed = NamedSharding(Mesh(np.array(self._devices), (_SEEDS,)), PartitionSpec(_SEEDS))
+    self._states: TrainState = jax.device_put(_stacked(states), by_seed)
+    self._actor_states: ActorState = jax.device_put(
+        _stacked([actor.state for actor in actors]), by_seed)
     rollout = self._run.acting.rollout(actors[0].rollout_program.vector_envs)
     self._updates_per_call = self._run.experiment.placement.updates_per_call
     learner = self._run.learner
     fused = sharding.make_fused(learner.algorithm.for_actors, rollout, learner.learn,
                                 self._updates_per_call)
-    self._program = jax.jit(jax.vmap(fused, in_axes=(0, 0, None, None)), donate_argnums=(0, 1))
+    self._program = jax.jit(_for_each(fused, by_seed), donate_argnums=(0, 1))
 
   def header(self) -> dict[str, Any]:
     """Returns the placement, and the number of seeds."""
@@ -159,7 +166,7 @@ class SeedsProgram:
 
   def segment(self, report: ReportTo, watcher: Watcher) -> None:
     """See `Program`; the segment lasts for the whole training."""
-    total = counters.of(self._run.experiment.total_steps, self._states.steps[0])
+    total = counters.of(self._run.experiment.total_steps, self._steps()[0])
     previous = None
     update = max(self._updates)
     while True:
@@ -174,9 +181,13 @@ class SeedsProgram:
         self._report(*previous, report)
         previous = None
         update = max(self._updates)
-        steps = [counters.number(count) for count in self._states.steps]
+        steps = [counters.number(count) for count in self._steps()]
         if watcher.after(Moment(self._updates, steps, (), lambda: None, self.snapshot)):
           return
+
+  def _steps(self) -> np.ndarray:
+    """Returns the steps of each seed, [S] or [S, 2]; waits for them."""
+    return np.asarray(self._states.steps)
 
   def _report(self, counts: jax.Array, metrics: Any, report: ReportTo) -> bool:
     """Reports a call; returns False if no seed has made an update.
@@ -202,13 +213,51 @@ class SeedsProgram:
   def snapshot(self, number: int) -> Snapshot:
     """See `Program`."""
     experiment = self._run.experiment
-    state, actor_state = jax.tree.map(lambda x: x[number], (self._states, self._actor_states))
+    device, index = divmod(number, self._num_seeds // len(self._devices))
+    state, actor_state = jax.tree.map(
+        lambda x: jax.device_put(x.addressable_shards[device].data[index], self._devices[0]),
+        (self._states, self._actor_states))
     envs = kept_envs.gather([actor_state]) if experiment.keeps_envs else None
     return Snapshot(state, envs, *self._segment(number))
 
   def close(self) -> None:
     """Closes the environments."""
     self._envs.close()
+
+
+def devices_of_seeds(num_seeds: int, device: jax.Device, experiment: Experiment
+                     ) -> list[jax.Device]:
+  """Returns the devices that seeds are shared out to, all of them equally.
+
+  Args:
+    num_seeds: number of seeds.
+    device: of the run of a seed.
+    experiment: of a seed; if its config sets devices, there are no others.
+  """
+  if device.platform != 'cpu' or 'learner_devices' not in experiment.placement.chosen:
+    return [device]
+  devices = jax.local_devices(backend='cpu')[:len(os.sched_getaffinity(0))]
+  return devices[:max(n for n in range(1, len(devices) + 1) if num_seeds % n == 0)]
+
+
+def _for_each(fused: Callable, by_seed: NamedSharding) -> Callable:
+  """Returns a function of the states of all seeds, which have a leading axis, and two limits.
+
+  A CPU takes its seeds one after the other: products and convolutions of several networks at once
+  are slower there.
+
+  Args:
+    fused: of a seed.
+    by_seed: sharding of the states.
+  """
+  def fused_seeds(states, actor_states, limit, total):
+    if next(iter(by_seed.device_set)).platform != 'cpu':
+      return jax.vmap(fused, in_axes=(0, 0, None, None))(states, actor_states, limit, total)
+    return jax.lax.map(lambda of_seed: fused(*of_seed, limit, total), (states, actor_states))
+
+  each = by_seed.spec
+  return jax.shard_map(fused_seeds, mesh=by_seed.mesh, check_vma=False, out_specs=each,
+                       in_specs=(each, each, PartitionSpec(), PartitionSpec()))
 
 
 def _stacked(trees: Sequence[Any]) -> Any:

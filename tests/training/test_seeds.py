@@ -114,7 +114,7 @@ def three(tmp_path_factory):
 
 
 def test_each_seed_is_the_agent_that_it_would_be_alone(three):
-  """The last bits may differ; the first rollout, made by the initial parameters, is equal."""
+  """With equal bits: a CPU takes the seeds one after the other."""
   _, by_seed = three
   first = prepared(config_of())
   for i, (metrics, receipts) in enumerate(by_seed):
@@ -123,10 +123,48 @@ def test_each_seed_is_the_agent_that_it_would_be_alone(three):
     experiment = dataclasses.replace(first.experiment, seed=1 + i, fields=fields)
     alone, reports, _ = run(
         None, updates=4, prepared_run=dataclasses.replace(first, experiment=experiment))
-    assert receipts[0]['batch'] == alone[0][0]
+    assert [(line['batch'], line['params']) for line in receipts[:4]] == alone
     losses = [float(x) for report in reports
               for x in np.asarray(jax.device_get(report.metrics['value_loss']))[:report.count]]
-    assert_allclose([record['value_loss'] for record in metrics[:4]], losses, rtol=1e-3)
+    assert [record['value_loss'] for record in metrics[:4]] == losses
+
+
+@pytest.mark.parametrize('num_seeds, cores, devices', [
+    (4, 1, 1), (4, 2, 2), (4, 3, 2), (3, 2, 1), (10, 4, 2), (6, 4, 3)])
+def test_each_device_takes_as_many_seeds(monkeypatch, num_seeds, cores, devices):
+  monkeypatch.setattr(os, 'sched_getaffinity', lambda _: set(range(cores)))
+  experiment = _with_open_devices(prepared(config_of()).experiment)
+  first = jax.devices()[0]
+  assert seeds.devices_of_seeds(num_seeds, first, experiment) == jax.devices()[:devices]
+  given = dataclasses.replace(experiment, placement=dataclasses.replace(
+      experiment.placement, chosen=()))
+  assert seeds.devices_of_seeds(num_seeds, first, given) == [first]
+
+
+def _with_open_devices(experiment):
+  """Returns the experiment as if the rule had chosen its devices."""
+  return dataclasses.replace(experiment, placement=dataclasses.replace(
+      experiment.placement, chosen=('actor_devices', 'learner_devices')))
+
+
+@pytest.mark.parametrize('loss', ['ppo', 'dqn'])
+def test_seeds_on_several_devices_are_those_of_one_and_stop_and_go_on(tmp_path, monkeypatch, loss):
+  config = with_a_replay(config_of(loss))
+  finished, on_one = train(config, tmp_path / 'one', 4)
+  assert finished
+  monkeypatch.setattr(os, 'sched_getaffinity', lambda _: {0, 1})
+  monkeypatch.setattr(seeds, 'on_one_device', _with_open_devices)
+  used = []
+  real = seeds.devices_of_seeds
+  monkeypatch.setattr(seeds, 'devices_of_seeds',
+                      lambda *args: used.append(real(*args)) or used[-1])
+  last = tmp_path / 'several' / 'seed4'
+  assert not train(config, tmp_path / 'several', 4, StopAfter(last))[0]
+  finished, on_several = train(config, tmp_path / 'several', 4)
+  assert finished and [len(devices) for devices in used] == [2, 2]
+  for one, several in zip(on_one, on_several, strict=True):
+    assert several[1] == one[1]
+    assert [line['grad_norm'] for line in several[0]] == [line['grad_norm'] for line in one[0]]
 
 
 def test_seeds_are_independent(three):
