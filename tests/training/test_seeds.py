@@ -278,8 +278,8 @@ def test_more_seeds_join_and_finished_ones_stay(tmp_path, three):
   finished, by_seed = train(config_of(), tmp_path, 3)
   assert finished
   assert by_seed[:2] == whole[:2]
-  assert len(by_seed[2][0]) == len(whole[2][0])
-  assert_allclose(by_seed[2][0][0]['value_loss'], whole[2][0][0]['value_loss'], rtol=1e-3)
+  # The third seed, which began alone, has the bits that it had among others.
+  assert by_seed[2][1] == whole[2][1]
 
 
 @pytest.mark.full
