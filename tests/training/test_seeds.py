@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 from gymnasium import spaces
-from numpy.testing import assert_allclose
 
 from podracer_jit.experiment import memory
 from podracer_jit.experiment.resolve import resolve
