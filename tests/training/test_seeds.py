@@ -128,6 +128,16 @@ def test_each_seed_is_the_agent_that_it_would_be_alone(three):
     assert [record['value_loss'] for record in metrics[:4]] == losses
 
 
+@pytest.mark.as_shipped
+def test_seeds_have_the_bits_of_their_runs_alone_as_shipped(tmp_path):
+  """Products of several networks at once would be rounded differently."""
+  config = config_of(network__hidden=(64, 64), total_steps=1000)
+  _, by_seed = train(config, tmp_path / 'seeds', 2)
+  with trainer.opened(resolve(config), tmp_path / 'alone', NOTHING) as opened:
+    assert opened.train(stopping.Stopping(), quiet=True)
+  assert lines_of(tmp_path / 'alone')[1] == by_seed[0][1]
+
+
 @pytest.mark.parametrize('num_seeds, cores, devices', [
     (4, 1, 1), (4, 2, 2), (4, 3, 2), (3, 2, 1), (10, 4, 2), (6, 4, 3)])
 def test_each_device_takes_as_many_seeds(monkeypatch, num_seeds, cores, devices):
