@@ -18,7 +18,9 @@ from podracer_jit.runtime.stored_programs import StoredProgram
 # result, so two programs with the same arithmetic may differ in them.
 MOVES = {'parameter', 'get-tuple-element', 'tuple', 'copy', 'bitcast', 'transpose', 'constant'}
 
-CALLED = re.compile(r'(calls|to_apply|body|condition|branch_computations)=(\{[^}]*\}|%[\w.-]+)')
+CALLED = re.compile(
+    r'(calls|to_apply|body|condition|branch_computations|true_computation|false_computation)='
+    r'(\{[^}]*\}|%[\w.-]+)')
 NAMES = re.compile(r', (metadata|backend_config|sharding|frontend_attributes|control-predecessors)='
                    r'(\{(?:[^{}]|\{[^{}]*\})*\})')
 

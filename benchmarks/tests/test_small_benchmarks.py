@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from benchmarks import back_again, gymnasium_stress, in_turn
+from benchmarks import back_again, compiled, gymnasium_stress, in_turn
 from benchmarks.tests.run import run_benchmark
 
 
@@ -138,3 +138,39 @@ def test_numbers_of_actors_are_checked(capsys):
   with pytest.raises(SystemExit):
     gymnasium_stress.main(['--actors=2,5'])
   assert 'must be numbers from 1 to 4, got 2,5' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('branches', [
+    'branch_computations={%short, %long}', 'true_computation=%long, false_computation=%short'])
+def test_the_longer_branch_of_a_conditional_counts_in_each_turn(branches):
+  turns = 'backend_config={"known_trip_count":{"n":"3"}}'
+  text = f"""HloModule jit_f
+
+%short (p: f32[2]) -> f32[2] {{
+  %p = f32[2] parameter(0)
+  ROOT %a = f32[2] add(%p, %p)
+}}
+
+%long (q: f32[2]) -> f32[2] {{
+  %q = f32[2] parameter(0)
+  %b = f32[2] add(%q, %q)
+  ROOT %c = f32[2] multiply(%b, %q)
+}}
+
+%body (r: f32[2]) -> f32[2] {{
+  %r = f32[2] parameter(0)
+  %i = s32[] constant(0)
+  ROOT %d = f32[2] conditional(%i, %r, %r), {branches}
+}}
+
+%goes_on (s: f32[2]) -> pred[] {{
+  %s = f32[2] parameter(0)
+  ROOT %t = pred[] constant(true)
+}}
+
+ENTRY %main (x: f32[2]) -> f32[2] {{
+  %x = f32[2] parameter(0)
+  ROOT %w = f32[2] while(%x), condition=%goes_on, body=%body, {turns}
+}}
+"""
+  assert compiled.launches(text) == 6
