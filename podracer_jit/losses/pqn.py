@@ -68,7 +68,16 @@ class PQN(Algorithm):
 
   def act(self, params: Any, obs: jax.Array, carry: Carry, valid: jax.Array,
           key: jax.Array | None, exploration: jax.Array | None) -> Acted:
-    """Acts epsilon-greedily, and greedily in evaluations; see `Algorithm.act`."""
+    """Acts epsilon-greedily, and greedily in evaluations.
+
+    Args:
+      params: of the Q-network.
+      obs: [B, ...].
+      carry: arrays [B, ...] of a recurrent network; else None.
+      valid: [B] bool; False: obs is the last of an episode, and the carry begins anew.
+      key: PRNG key of the row; None in evaluations.
+      exploration: [B] f32, the probabilities of a random action; None in evaluations.
+    """
     q, _, carry = self.network.apply(params, obs[None], carry, valid[None])
     policy = self.parts.policy
     action = policy.mode(q[0]) if exploration is None else policy.explore(key, q[0], exploration)
@@ -87,7 +96,15 @@ class PQN(Algorithm):
 
   def loss(self, params: Params, state: TrainState, batch: Batch, key: jax.Array
            ) -> tuple[jax.Array, Aux]:
-    """Returns half the mean squared distance to the returns; see `Algorithm.loss`."""
+    """Returns half the mean squared distance to the returns, and sums of terms.
+
+    Args:
+      params: of the Q-network, to differentiate.
+      state: not read.
+      batch: rows [1, N, ...], or environments [T, N, ...] for a recurrent network; its targets are
+        the lambda returns, [1, N] or [T, N].
+      key: not read.
+    """
     del state, key
     row = batch.items  # rows [1, N, ...] or environments [T, N, ...]
     if self.recurrent:

@@ -111,7 +111,13 @@ class SAC(OffPolicyActorCritic):
           key: jax.Array | None, exploration: jax.Array | None) -> Acted:
     """Draws an action, uniformly in the first steps; takes the mean's without a key.
 
-    Arguments and result: see `Algorithm.act`.
+    Args:
+      params: the result of `acting`.
+      obs: [B, ...].
+      carry: None.
+      valid: [B] bool; not read.
+      key: PRNG key of the row; None in evaluations.
+      exploration: [B] f32, zeros; None in evaluations.
     """
     del valid
     dist_params = self.network.apply(params['actor'], obs)
@@ -125,9 +131,14 @@ class SAC(OffPolicyActorCritic):
 
   def loss(self, params: Params, state: TrainState, batch: Batch, key: jax.Array
            ) -> tuple[jax.Array, Aux]:
-    """Returns the losses of critics, actor and temperature, added; see `Algorithm.loss`.
+    """Returns the losses of critics, actor and temperature, added, and sums of terms.
 
-    `state.params` has no gradient, so the loss of each part changes only that part.
+    Args:
+      params: of actor, critics and temperature, to differentiate.
+      state: its params equal `params` and have no gradient, so the loss of each part changes only
+        that part; its target has the target critics.
+      batch: N transitions of the replay, and their importance weights [N].
+      key: PRNG key of the actions that are drawn.
     """
     transition = batch.items
     obs, next_obs = transition.obs, transition.next_obs

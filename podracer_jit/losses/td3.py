@@ -82,7 +82,13 @@ class TD3(OffPolicyActorCritic):
           key: jax.Array | None, exploration: jax.Array | None) -> Acted:
     """Acts with noise, uniformly in the first steps, and with neither in evaluations.
 
-    Arguments and result: see `Algorithm.act`.
+    Args:
+      params: the result of `acting`.
+      obs: [B, ...].
+      carry: None.
+      valid: [B] bool; not read.
+      key: PRNG key of the row; None in evaluations.
+      exploration: [B] f32, the deviations of the noise; None in evaluations.
     """
     del valid
     mode = self.network.apply(params['actor'], obs)
@@ -94,9 +100,14 @@ class TD3(OffPolicyActorCritic):
 
   def loss(self, params: Params, state: TrainState, batch: Batch, key: jax.Array
            ) -> tuple[jax.Array, Aux]:
-    """Returns the losses of critics and actor, added; see `Algorithm.loss`.
+    """Returns the losses of critics and actor, added, and sums of terms.
 
-    `state.params` has no gradient, so the loss of each part changes only that part.
+    Args:
+      params: of actor and critics, to differentiate.
+      state: its params equal `params` and have no gradient, so the loss of each part changes only
+        that part; its target has the target actor and critics.
+      batch: N transitions of the replay, and their importance weights [N].
+      key: PRNG key of the noise on the target policy's actions.
     """
     transition = batch.items
     target = state.target.params

@@ -84,7 +84,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   messages = FifoQueue('gradients', count, to_centre)
 
   workers, states = map(list, zip(
-      *(wiring.actor(plan, i, actor, start, *ends, updates)
+      *(wiring.actor(plan, start, i, actor, tuple(map(Endpoint, ends)), updates)
         for i, (actor, *ends) in enumerate(zip(actors, params, rollouts, strict=True))),
       strict=True))
   for i, answer in enumerate(answers):

@@ -277,26 +277,24 @@ def check_lag(scheme: Scheme, update: int, first: int, items: Sequence[Versioned
                            f'{item.version / unit:g}: its lag should be {lag}')
 
 
-def actor(plan: Plan, i: int, actor: Actor, start: SegmentStart, params: Channel,
-          rollouts: Channel, firings: int, rollouts_per_params: int = 1
-          ) -> tuple[Worker, ActorStates]:
+def actor(plan: Plan, start: SegmentStart, i: int, actor: Actor, ends: tuple[Endpoint, Endpoint],
+          firings: int) -> tuple[Worker, ActorStates]:
   """Returns a worker that makes rollouts with the parameters that it receives.
 
   Args:
     plan: the plan of the run.
+    start: where the graph begins.
     i: the actor's number.
     actor: makes the rollouts.
-    start: where the graph begins.
-    params: channel of parameters to the actor.
-    rollouts: channel of the actor's rollouts.
+    ends: of the channel of parameters to the actor, and of that of its rollouts.
     firings: most rollouts.
-    rollouts_per_params: rollouts made with the same parameters.
 
   Returns:
     The worker, ready to fire, and its states, which have none but the first unless
     `plan.keeps_actors`.
   """
-  rollout = actor.begin(plan, start, lambda: params.ended or rollouts.ended)
+  params, rollouts = ends
+  rollout = actor.begin(plan, start, lambda: params.channel.ended or rollouts.channel.ended)
   states = ActorStates(actor.state)
 
   def fire(state: Any, params: Versioned):
@@ -306,5 +304,4 @@ def actor(plan: Plan, i: int, actor: Actor, start: SegmentStart, params: Channel
       states.add(state)
     return state, [experience]
 
-  ends = [Endpoint(params, rollouts_per_params)], [Endpoint(rollouts)]
-  return Worker(f'actor {i}', fire, actor.state, *ends, firings), states
+  return Worker(f'actor {i}', fire, actor.state, [params], [rollouts], firings), states

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,6 +26,7 @@ from podracer_jit.experiment.schema import Experiment
 from podracer_jit.learner import sharding
 from podracer_jit.numerics import counters
 from podracer_jit.options import INT32_MAX
+from podracer_jit.runtime import host
 from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.table import SCHEMES
 from podracer_jit.training import opening
@@ -236,7 +236,7 @@ def devices_of_seeds(num_seeds: int, device: jax.Device, experiment: Experiment
   """
   if device.platform != 'cpu' or 'learner_devices' not in experiment.placement.chosen:
     return [device]
-  devices = jax.local_devices(backend='cpu')[:len(os.sched_getaffinity(0))]
+  devices = jax.local_devices(backend='cpu')[:host.machine()[0].allowed]
   return devices[:max(n for n in range(1, len(devices) + 1) if num_seeds % n == 0)]
 
 

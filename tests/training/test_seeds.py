@@ -141,13 +141,19 @@ def test_seeds_have_the_bits_of_their_runs_alone_as_shipped(tmp_path):
 @pytest.mark.parametrize('num_seeds, cores, devices', [
     (4, 1, 1), (4, 2, 2), (4, 3, 2), (3, 2, 1), (10, 4, 2), (6, 4, 3)])
 def test_each_device_takes_as_many_seeds(monkeypatch, num_seeds, cores, devices):
-  monkeypatch.setattr(os, 'sched_getaffinity', lambda _: set(range(cores)))
+  _with_cores(monkeypatch, cores)
   experiment = _with_open_devices(prepared(config_of()).experiment)
   first = jax.devices()[0]
   assert seeds.devices_of_seeds(num_seeds, first, experiment) == jax.devices()[:devices]
   given = dataclasses.replace(experiment, placement=dataclasses.replace(
       experiment.placement, chosen=()))
   assert seeds.devices_of_seeds(num_seeds, first, given) == [first]
+
+
+def _with_cores(monkeypatch, cores):
+  """Has the process find that it may use so many cores."""
+  machine = host.machine()[0]._replace(cores=cores, busy=0)
+  monkeypatch.setattr(host, 'machine', lambda: (machine, 1))
 
 
 def _with_open_devices(experiment):
@@ -161,7 +167,7 @@ def test_seeds_on_several_devices_are_those_of_one_and_stop_and_go_on(tmp_path, 
   config = with_a_replay(config_of(loss))
   finished, on_one = train(config, tmp_path / 'one', 4)
   assert finished
-  monkeypatch.setattr(os, 'sched_getaffinity', lambda _: {0, 1})
+  _with_cores(monkeypatch, 2)
   monkeypatch.setattr(seeds, 'on_one_device', _with_open_devices)
   used = []
   real = seeds.devices_of_seeds
