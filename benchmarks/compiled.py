@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import json
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -23,6 +24,9 @@ CALLED = re.compile(
     r'(\{[^}]*\}|%[\w.-]+)')
 NAMES = re.compile(r', (metadata|backend_config|sharding|frontend_attributes|control-predecessors)='
                    r'(\{(?:[^{}]|\{[^{}]*\})*\})')
+# How a TPU runs a kernel; the last attribute.
+TPU_CONFIG = re.compile(r', backend_config=(\{"flag_configs".*\})$')
+MEMORY = re.compile(r'S\(\d+\)')  # of a TPU, where an array lies; within a shape
 
 
 class Instruction(NamedTuple):
@@ -107,7 +111,7 @@ def _instruction(line: str) -> Instruction:
 
   opcode, arguments = definition[end:].strip().split('(', 1)
   end = _closing('(' + arguments) - 1
-  return Instruction(name, shape, opcode, arguments[:end], arguments[end + 1:])
+  return Instruction(name, MEMORY.sub('', shape), opcode, arguments[:end], arguments[end + 1:])
 
 
 def _closing(text: str) -> int:
@@ -142,8 +146,7 @@ def launches(text: str) -> float:
   def of_line(line: Instruction) -> float:
     if line.opcode in FREE:
       return 0
-    called = [name for kind, names in CALLED.findall(line.attributes)
-              for name in re.findall(r'%([\w.-]+)', names) if name in computations]
+    called = [name for name in _callees(line) if name in computations]
     if line.opcode == 'while':
       turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', line.attributes)
       return (int(turns[1]) if turns else 1) * sum(map(of, called))
@@ -205,10 +208,38 @@ def _formula(computations: dict[str, list[Instruction]], line: Instruction) -> s
 
 def _called(computations: dict[str, list[Instruction]], line: Instruction) -> tuple[str, list[str]]:
   """Returns an instruction's attributes without names, and the computations that it calls."""
-  attributes = NAMES.sub('', line.attributes)
-  names = [name for _, names in CALLED.findall(attributes)
-           for name in re.findall(r'%([\w.-]+)', names)]
-  return CALLED.sub('', attributes), [_body(computations, name, line.opcode) for name in names]
+  attributes = TPU_CONFIG.sub(lambda config: _order_of_sums(computations, line, config[1]),
+                              line.attributes)
+  attributes = NAMES.sub('', attributes)
+  return CALLED.sub('', attributes), [_body(computations, name, line.opcode)
+                                      for name in _callees(line)]
+
+
+def _callees(line: Instruction) -> list[str]:
+  """Returns the names of the computations that an instruction calls."""
+  return [name for _, names in CALLED.findall(line.attributes)
+          for name in re.findall(r'%([\w.-]+)', names)]
+
+
+def _order_of_sums(computations: dict[str, list[Instruction]], line: Instruction, config: str
+                   ) -> str:
+  """Returns what fixes the order in which a TPU's kernel adds.
+
+  The rest of the configuration - estimates of costs, and where arrays lie in memory - depends on
+  other kernels of the program.
+  """
+  adds = {'convolution', 'reduce', 'reduce-window'}
+
+  def has_sums(line):
+    return line.opcode in adds or any(has_sums(inner) for name in _callees(line)
+                                      for inner in computations[name])
+
+  if not has_sums(line):
+    return ''
+  fields = json.loads(config)
+  bounds = {name: value for name, value in fields.get('window_config', {}).items()
+            if name.endswith('_bounds')}
+  return f' {bounds} {fields.get("convolution_algorithm_config")}'
 
 
 def _body(computations: dict[str, list[Instruction]], name: str, opcode: str) -> str:

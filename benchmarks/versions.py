@@ -4,9 +4,10 @@ scripts/versions --folder=/tmp/versions
 scripts/versions --folder=/tmp/versions --pythons=3.12 --jax=0.11.2,0.12.0.1
 
 Each pair has a virtual environment in the folder (3 GB), with the packages of the Python's lock
-file but for jax and jaxlib. In it, two configs make their smoke run twice, the second time with
-more threads, with equal receipts; and the quick tests run. A pair that has passed at this commit
-is not tried again. Exit code: 0 if all have passed, 1 if not, or if an interpreter is missing.
+file but for jax and jaxlib, and with the oldest Python's EnvPool where the jax needs an older one.
+In it, two configs make their smoke run twice, the second time with more threads, with equal
+receipts; and the quick tests run. A pair that has passed at this commit is not tried again. Exit
+code: 0 if all have passed, 1 if not, or if an interpreter is missing.
 """
 
 from __future__ import annotations
@@ -65,12 +66,27 @@ def plan(pythons: Sequence[str] = (), versions: Sequence[str] = ()) -> list[Pair
           for jax in versions or own]
 
 
-def pins(lock: str, jax: str) -> list[str]:
-  """Returns the lines of a lock file with another version of jax and jaxlib."""
-  lines = [line.strip() for line in lock.splitlines()]
-  lines = [line for line in lines if line and not line.startswith('#')
-           and not re.match(r'(jax|jaxlib)==', line)]
-  return [*lines, f'jax=={jax}', f'jaxlib=={jax}']
+def pins(lock: str, jax: str, older: str) -> list[str]:
+  """Returns the lines of a lock file with another version of jax and jaxlib.
+
+  Args:
+    lock: its text.
+    jax: the version.
+    older: the text of a lock file whose EnvPool is taken if the first one's needs a newer jax.
+  """
+  lines = _lines(lock)
+  (envpool,) = [line.partition('==')[2] for line in lines if line.startswith('envpool==')]
+  if tried.misfit(envpool, jax):
+    lines = [line for line in lines if not line.startswith('envpool')]
+    lines += [line for line in _lines(older) if line.startswith('envpool')]
+  return [*(line for line in lines if not re.match(r'(jax|jaxlib)==', line)),
+          f'jax=={jax}', f'jaxlib=={jax}']
+
+
+def _lines(lock: str) -> list[str]:
+  """Returns the lines of a lock file that name packages."""
+  lines = map(str.strip, lock.splitlines())
+  return [line for line in lines if line and not line.startswith('#')]
 
 
 def candidates(python: str) -> Iterator[str]:
@@ -123,7 +139,9 @@ class Trial:
     Args:
       base: the interpreter.
     """
-    lines = pins((ROOT / f'requirements-{self._pair.python}.lock').read_text(), self._pair.jax)
+    lock, older = ((ROOT / f'requirements-{python}.lock').read_text()
+                   for python in (self._pair.python, min(tried.JAX)))
+    lines = pins(lock, self._pair.jax, older)
     wanted = '\n'.join(lines) + '\n'
     complete = self._folder / 'installed.txt'
     if not complete.exists() or complete.read_text() != wanted:

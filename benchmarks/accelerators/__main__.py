@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from benchmarks.accelerators import chips
 
 CONFIGS = ('impala_atari:nature_cnn', 'impala_atari', 'ppo_mujoco', 'ppo_cartpole',
-           'pqn_minatar', 'apex_dqn_atari', 'sac_mujoco')
+           'ppo_cartpole gymnax:CartPole-v1', 'pqn_minatar', 'apex_dqn_atari', 'sac_mujoco')
 COLUMNS = dict(step='kernels of a step', update='of an update', both='of a rollout and an update',
                insert='of adding a rollout', learn='of learning once')
 
@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   own = argparse.ArgumentParser(
       prog='python -m benchmarks.accelerators', description=__doc__, allow_abbrev=False,
       formatter_class=argparse.RawDescriptionHelpFormatter)
-  own.add_argument('--configs', default=','.join(CONFIGS), help='shipped configs, by commas')
+  own.add_argument('--configs', default=','.join(CONFIGS),
+                   help='shipped configs, by commas; after a space a task, if not its own')
   args = own.parse_args(argv)
   if not chips.are_known():
     print('accelerators: the compilers are missing; scripts/test --accelerators installs them',

@@ -12,12 +12,15 @@ from pathlib import Path
 import jax
 from jax.experimental import topologies
 
+from podracer_jit.runtime import host
+
 H100 = Path(__file__).with_name('h100.txtpb')  # XLA's description of the device
 # A TPU's compiler asks Google's cloud where it runs, unless it is told.
 TPU_ENV = {'TPU_SKIP_MDS_QUERY': '1', 'TPU_ACCELERATOR_TYPE': 'v5litepod-4',
            'TPU_WORKER_HOSTNAMES': 'localhost', 'TPU_WORKER_ID': '0'}
-# Fusions of Triton get their configuration by trying it.
-XLA_FLAGS = '--xla_gpu_enable_triton_gemm=false --xla_gpu_deterministic_ops=true'
+# Fusions of Triton get their configuration by trying it. The other flags are those of a run.
+XLA_FLAGS = ['--xla_gpu_enable_triton_gemm=false',
+             *(f'{flag}={value}' for flag, value in host.REPEATABLE.items())]
 PLATFORMS = ('cuda', 'tpu')
 
 
@@ -31,7 +34,7 @@ def prepare() -> None:
   os.environ.update(TPU_ENV)
   os.environ['JAX_PLATFORMS'] = 'cpu'
   os.environ['JAX_SKIP_CUDA_CONSTRAINTS_CHECK'] = '1'
-  os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {XLA_FLAGS}'
+  os.environ['XLA_FLAGS'] = ' '.join([os.environ.get('XLA_FLAGS', ''), *XLA_FLAGS])
 
 
 def devices(platform: str, count: int) -> list[jax.Device]:

@@ -170,10 +170,16 @@ def of(config: Mapping[str, Any], devices: Sequence[jax.Device]) -> Iterator[Pro
 def shipped(name: str) -> dict[str, Any]:
   """Returns a shipped config as nested dicts, on one device.
 
+  Args:
+    name: of the config; after a space the task, if it is not the config's own.
+
   Raises:
     ValueError: there is no such config.
   """
+  name, _, task = name.partition(' ')
   config = plain(load_config(name))
+  if task:
+    config['env']['task'] = task
   config['placement'] |= dict(auto=False, actor_devices=(0,), learner_devices=(0,))
   if config['microbatch_rows'] == schema.OPEN:
     config['microbatch_rows'] = 0  # as on a machine with accelerators

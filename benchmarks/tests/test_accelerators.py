@@ -132,7 +132,10 @@ def test_islands_have_equal_kernels_in_one_program_and_in_two(name, platform):
   assert together == apart
 
 
-@pytest.mark.parametrize('platform, count', MESHES)
+@pytest.mark.parametrize('platform, count', [
+    *MESHES[:-1],
+    pytest.param(*MESHES[-1], marks=pytest.mark.xfail(
+        strict=True, reason='the last layer has another layout; see docs/exactness.md'))])
 def test_islands_have_equal_kernels_in_workers_of_gradients(platform, count):
   with programs.of(changed(CASES['ppo'], scheme='dppo'), chips.devices(platform, count)) as of:
     whole = kernels(compiled(of.learner()))
@@ -189,3 +192,25 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 """
   turns = 'backend_config={"known_trip_count":{"n":"20"}}'
   assert launches(text.replace('TURNS', turns)) == 20 + 1 + 1
+
+
+def test_kernels_of_a_tpu_differ_in_the_order_of_sums_alone():
+  def text(opcode, memory, cycles, bounds):
+    config = (f'{{"flag_configs":[],"window_config":{{"input_window_bounds":["{bounds}"],'
+              f'"estimated_cycles":"{cycles}"}},"aliasing_operands":{{"lists":[]}}}}')
+    return f"""HloModule jit_f
+
+ENTRY %main (x: f32[4]) -> f32[4] {{
+  %x = f32[4]{{0:T(128)}} parameter(0)
+  ROOT %y = f32[4]{{0:T(128){memory}}} {opcode}(%x, %x), metadata={{op_name="island_update/y"}}, \
+backend_config={config}
+}}
+"""
+
+  def of(*args):
+    return kernels(text(*args))
+
+  for opcode in ('add', 'convolution'):
+    assert of(opcode, '', 10, 1) == of(opcode, 'S(1)', 20, 1) != {}
+  assert of('add', '', 10, 1) == of('add', '', 10, 2)
+  assert of('convolution', '', 10, 1) != of('convolution', '', 10, 2)

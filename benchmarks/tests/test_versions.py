@@ -35,10 +35,14 @@ def test_the_plan_has_all_pairs_or_those_that_are_named():
     versions.plan(['3.9'])
 
 
-def test_packages_are_those_of_the_lock_but_for_jax():
-  lock = '# of 3.11\nenvpool==1.2.5\njax==0.10.2\njaxlib==0.10.2\njaxopt==0.8.5\n'
-  assert versions.pins(lock, '0.12.0') == [
-      'envpool==1.2.5', 'jaxopt==0.8.5', 'jax==0.12.0', 'jaxlib==0.12.0']
+def test_packages_are_those_of_the_lock_but_for_jax_and_an_older_envpool_where_it_needs_one():
+  lock = ('# of 3.12\nenvpool==1.2.7\nenvpool-assets==0.4.1\njax==0.11.2\njaxlib==0.11.2\n'
+          'jaxopt==0.8.5')
+  older = '# of 3.11\nenvpool==1.2.5\nenvpool-assets==0.3.0\njax==0.10.2\njaxopt==0.8.4\n'
+  assert versions.pins(lock, '0.12.0', older) == [
+      'envpool==1.2.7', 'envpool-assets==0.4.1', 'jaxopt==0.8.5', 'jax==0.12.0', 'jaxlib==0.12.0']
+  assert versions.pins(lock, '0.10.2', older) == [
+      'jaxopt==0.8.5', 'envpool==1.2.5', 'envpool-assets==0.3.0', 'jax==0.10.2', 'jaxlib==0.10.2']
 
 
 @pytest.fixture

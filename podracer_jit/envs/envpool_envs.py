@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import difflib
-import importlib
+import importlib.metadata
 import math
 import os
 import warnings
@@ -34,6 +34,7 @@ with warnings.catch_warnings(), loaded_late(
 from podracer_jit.envs import spaces
 from podracer_jit.envs.protocol import EnvSpec, TimeStep
 from podracer_jit.options import LARGEST_FLOAT, shown
+from podracer_jit.runtime import tried
 
 # Options that users cannot set: other fields of the config, or this package, set them.
 _OURS = ('num_envs', 'batch_size', 'num_threads', 'seed', 'env_seed', 'base_path', 'task',
@@ -86,8 +87,12 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
   """Returns the spec of `task` with EnvPool's `options`, which are checked first.
 
   Raises:
-    ValueError: the task, an option or a value is unknown, or the task's kind is not supported.
+    ValueError: the task, an option or a value is unknown, the task's kind is not supported, or this
+      EnvPool cannot be called from this jax.
   """
+  problem = tried.misfit(importlib.metadata.version('envpool'), jax.__version__)
+  if problem:
+    raise ValueError(f'env.task: {problem}')
   if task not in envpool.list_all_envs():
     near = difflib.get_close_matches(task, envpool.list_all_envs(), n=3, cutoff=0.4)
     raise ValueError(f'env.task: EnvPool has no task {shown(task)}'

@@ -100,26 +100,29 @@ def _prepare(options: PlacementOptions, devices: int) -> None:
     ) from None
 
 
-# XLA's flag of repeatable kernels, which it does not choose by the time that they take.
-_REPEATABLE = '--xla_gpu_deterministic_ops'
+# XLA's flags of repeatable kernels. They are not chosen by the time that they take, and products
+# are not merged into larger ones, since the rest of the program decides which.
+REPEATABLE = {'--xla_gpu_deterministic_ops': 'true', '--xla_gpu_dot_merger_threshold_mb': '0'}
 
 
 def _choose_kernels(deterministic: bool) -> None:
-  """Asks XLA for repeatable kernels of NVIDIA GPUs, if there are any; a user's own flag stays.
+  """Asks XLA for repeatable kernels of NVIDIA GPUs, if there are any; a user's own flags stay.
 
   Raises:
-    ValueError: JAX has started without the flag.
+    ValueError: JAX has started without the flags.
   """
   given = os.environ.get('XLA_FLAGS', '').split()
-  is_set = any(flag.partition('=')[0] == _REPEATABLE for flag in given)
-  if is_set or not deterministic or not machines.num_gpus():
+  own = {flag.partition('=')[0] for flag in given}
+  missing = [f'{flag}={value}' for flag, value in REPEATABLE.items() if flag not in own]
+  if not missing or not deterministic or not machines.num_gpus():
     return
   if started_devices() is not None:
+    flags = ' '.join(missing)
     raise ValueError(
-        f'numerics.deterministic: True needs XLA_FLAGS={_REPEATABLE}=true, and JAX has started in '
+        f'numerics.deterministic: True needs XLA_FLAGS="{flags}", and JAX has started in '
         'this process without it; call podracer_jit.prepare(config) before anything that uses JAX, '
         'train in a new process, or set numerics.deterministic = False')
-  os.environ['XLA_FLAGS'] = ' '.join([*given, f'{_REPEATABLE}=true'])
+  os.environ['XLA_FLAGS'] = ' '.join([*given, *missing])
 
 
 def xla_threads() -> int | None:

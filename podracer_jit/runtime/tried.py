@@ -49,3 +49,20 @@ def untried(versions: Mapping[str, str]) -> str:
     if version is not None and not order(low) <= order(version) <= order(high):
       parts.append(f'{name} {version} (tried: {low if low == high else f"{low} to {high}"})')
   return f'untried versions: {", ".join(parts)}' if parts else ''
+
+
+# XLA calls this and later versions of EnvPool by an interface that jax has from that version on.
+_ENVPOOL, _JAX = '1.2.7', '0.11'
+
+
+def misfit(envpool: str, jax: str) -> str:
+  """Returns why a version of EnvPool cannot be called from a version of jax; empty if it can.
+
+  Args:
+    envpool: its version.
+    jax: its version.
+  """
+  if order(envpool) < order(_ENVPOOL) or order(jax) >= order(_JAX):
+    return ''
+  return (f'envpool {envpool} needs jax {_JAX} or newer, and jax {jax} is installed; install '
+          f'another jax, or "envpool<{_ENVPOOL}"')

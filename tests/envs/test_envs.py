@@ -248,6 +248,20 @@ def test_noop_max_0_never_reaches_envpool(monkeypatch):
   assert envpool_envs.make_spec('Pong-v5', dict(noop_max=1)).num_actions == 6
 
 
+@pytest.mark.parametrize('envpool, jax, fits', [
+    ('1.2.5', '0.10.2', True), ('1.2.6', '0.10.2', True), ('1.2.7', '0.10.2', False),
+    ('1.2.7', '0.11.0', True), ('1.3', '0.10.9', False)])
+def test_an_envpool_that_this_jax_cannot_call_is_refused(monkeypatch, envpool, jax, fits):
+  monkeypatch.setattr(envpool_envs.importlib.metadata, 'version', lambda name: envpool)
+  monkeypatch.setattr(envpool_envs.jax, '__version__', jax)
+  if fits:
+    assert envpool_envs.make_spec('CartPole-v1', {}).num_actions == 2
+    return
+  with pytest.raises(ValueError, match=f'^env.task: envpool {envpool} needs jax 0.11 or newer, and '
+                     f'jax {jax} is installed; install another jax, or "envpool<1.2.7"$'):
+    envpool_envs.make_spec('CartPole-v1', {})
+
+
 @pytest.mark.parametrize('task, options, message', [
     ('Pongo-v5', {}, r"env\.task.*'Pongo-v5'.*Pong-v5"),
     ('xyzzy', {}, r"env\.task.*'xyzzy'"),

@@ -90,22 +90,24 @@ except ValueError as error:
 print(os.environ.get('XLA_FLAGS'), jax.jit(lambda x: x + 1)(1))
 """
 FLAG = '--xla_gpu_deterministic_ops'
+UNMERGED = '--xla_gpu_dot_merger_threshold_mb=0'
 
 
 @pytest.mark.parametrize('gpus, deterministic, own, expected', [
-    (1, True, '', f'{FLAG}=true 2'), (1, False, '', ' 2'), (0, True, '', ' 2'),
+    (1, True, '', f'{FLAG}=true {UNMERGED} 2'), (1, False, '', ' 2'), (0, True, '', ' 2'),
     (2, True, '--xla_cpu_use_onednn=false',
-     f'--xla_cpu_use_onednn=false {FLAG}=true 2'),
-    (1, True, f'{FLAG}=false', f'{FLAG}=false 2')])
+     f'--xla_cpu_use_onednn=false {FLAG}=true {UNMERGED} 2'),
+    (1, True, f'{FLAG}=false', f'{FLAG}=false {UNMERGED} 2'),
+    (1, True, f'{UNMERGED} {FLAG}=false', f'{UNMERGED} {FLAG}=false 2')])
 def test_repeatable_kernels_are_asked_for_before_jax_starts(gpus, deterministic, own, expected):
   assert _prepared(gpus, deterministic, '', own) == expected.strip()
 
 
 def test_a_process_whose_jax_has_started_is_told_how_to_get_repeatable_kernels():
   told = _prepared(1, True, 'started', '')
-  assert told.startswith('numerics.deterministic: True needs XLA_FLAGS=--xla_gpu_deterministic_ops'
-                         '=true, and JAX has started in this process without it; call '
-                         'podracer_jit.prepare(config)')
+  assert told.startswith('numerics.deterministic: True needs XLA_FLAGS="--xla_gpu_deterministic_ops'
+                         '=true --xla_gpu_dot_merger_threshold_mb=0", and JAX has started in this '
+                         'process without it; call podracer_jit.prepare(config)')
   assert _prepared(1, False, 'started', '') == _prepared(0, True, 'started', '') == '2'
 
 
