@@ -10,6 +10,6 @@ from podracer_jit.runtime.tried import order
 _FLAGS = ('--xla_backend_optimization_level=0', '--xla_cpu_use_fusion_emitters=false',
           '--xla_cpu_parallel_codegen_split_count=1')
 # A flag that XLA does not know aborts the process.
-_GONE = {'--xla_cpu_use_fusion_emitters=false': (0, 12)}
+_GONE = {'--xla_cpu_use_fusion_emitters=false': (0, 11)}
 _JAXLIB = order(importlib.metadata.version('jaxlib'))
 COMPILED_SOON = ' '.join(flag for flag in _FLAGS if flag not in _GONE or _JAXLIB < _GONE[flag])

@@ -83,6 +83,9 @@ def main(argv: Sequence[str], began_s: float | None = None) -> int:
   flags.DEFINE_list('callbacks', [], 'Classes of your own, module:Class, by comma: subclasses of '
                     'podracer_jit.Sink, which are told each update, checkpoint and evaluation.',
                     flag_values=values)
+  flags.DEFINE_string('mirror', None, 'The address of a store, such as gs://bucket/runs/x, to '
+                      'which the workdir is copied after each checkpoint, and from which it is '
+                      'fetched if it is missing here.', flag_values=values)
   flags.DEFINE_bool('distributed', False, 'This is one of several processes of the run.',
                     flag_values=values)
   cluster = 'by default, SLURM, Open MPI, Kubernetes or the TPU pod gives it.'
@@ -124,6 +127,8 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
         is_distributed = values.distributed or joining != (None, None, None)
         if is_distributed and values.num_seeds is not None:
           raise ValueError('--num_seeds: is for one process')
+        if values.mirror and (is_distributed or values.num_seeds is not None):
+          raise ValueError('--mirror: is for one process and one seed')
         if is_distributed:
           # Processes must join before JAX starts, and creating some environments starts JAX.
           host.join(*joining, values.coordinator_timeout_s)
@@ -131,11 +136,17 @@ def _main(argv: Sequence[str], values: flags.FlagValues, stop: stopping.Stopping
         if values.num_seeds is None:
           cluster = stack.enter_context(crew.joined(config))
         told = sinks.users(values.callbacks, values.num_seeds or 1)
+        notes = []
+        if values.mirror:
+          from podracer_jit.training import mirror  # noqa: PLC0415 - few runs need its packages
+          copy = mirror.Mirror(values.mirror, workdir)
+          notes += [copy.note_of_start] if copy.note_of_start else []
+          told[0].append(copy)
         opened = stack.enter_context(trainer.opened(
             resolve(config), workdir, request, cluster, values.num_seeds))
         stack.enter_context(profiling.served(values.profile_port))
       failing = opened.workdir
-      for note in opened.notes:
+      for note in [*notes, *opened.notes]:
         complain(f'podracer_jit: {note}')
       stop.begin_training()
       if not opened.train(stop, told, to_record, began_s=began_s):
