@@ -552,8 +552,9 @@ def user_path(path: str | Path) -> Path:
   """
   # A `Path` has a single slash. Without this line, a local folder `gs:` would be made.
   if re.match(r'[A-Za-z][A-Za-z0-9+.-]+:/', str(path)):
-    raise ValueError(f'{path}: is an address, not a path; give a local folder, and the address as '
-                     '--mirror, or mount the bucket or server (docs/pods.md says more)')
+    raise ValueError(f'{path}: is an address, not a path; mount the bucket or server as a file '
+                     'system, and give its folder there, or train in a local folder with a copy '
+                     'there, --mirror (docs/pods.md says more)')
   try:
     return Path(path).expanduser()
   except RuntimeError:
