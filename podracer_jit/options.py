@@ -50,6 +50,7 @@ class Meaning(NamedTuple):
   max_length: int = 1024  # most elements of a tuple
   element: Any = 0  # has the type of a tuple's elements, where the default is empty
   constant: bool = False  # a float option that cannot change during a run
+  earlier: Any = None  # the value in configs of versions without the option; None: the default
   message: str = ''  # error message that replaces the one made from the limits
 
 
@@ -236,6 +237,13 @@ def defaults(part: type) -> dict[str, Any]:
   """Returns the default of each option of a part."""
   by_name = {field.name: field.default for field in dataclasses.fields(part)}
   return {name: by_name[name] for name in meanings(part)}
+
+
+def earlier(part: type) -> dict[str, Any]:
+  """Returns the value of each option of a part in configs of versions that did not have it yet."""
+  default = defaults(part)
+  return {name: default[name] if meaning.earlier is None else meaning.earlier
+          for name, meaning in meanings(part).items()}
 
 
 def check_names(prefix: str, given: Mapping[str, Any], known: Mapping[str, Any] | list[str],

@@ -227,7 +227,8 @@ def _fields() -> set[str]:
       if isinstance(value, Mapping):
         visit(value, f'{prefix}{key}.')
 
-  for loss, network in (('ppo', 'mlp'), ('ppo', 'nature_cnn'), ('impala', 'mlp'), ('dqn', 'mlp')):
+  for loss, network in (('ppo', 'mlp'), ('ppo', 'nature_cnn'), ('impala', 'mlp'), ('dqn', 'mlp'),
+                        ('dpg', 'deterministic')):
     visit(experiment.config(loss, network, 'adam').to_dict())
   return fields
 

@@ -257,15 +257,18 @@ def _defaults(classes: tuple[type, ...]) -> dict[str, Any]:
 
 
 def complete(fields: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a config of plain values, completed by the defaults of options that it lacks.
+  """Returns a config of plain values, completed by the values of options that it lacks.
 
-  Configs of old workdirs lack options that were added later. The default of such an option keeps
-  the earlier behaviour.
+  Configs of old workdirs lack options that were added later. The default of such an option, or its
+  `earlier` value, keeps the earlier behaviour.
 
   Raises:
     ValueError: as `classes_by_section`.
   """
   whole = defaults(fields)
+  for section, classes in classes_by_section(fields).items():
+    for cls in classes:
+      whole[section] |= options.earlier(cls)
   return whole | {name: whole[name] | value if isinstance(whole.get(name), dict) else value
                   for name, value in fields.items()}
 

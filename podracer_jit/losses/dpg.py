@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import chex
@@ -27,7 +29,21 @@ class DPG(Algorithm):
   """Deterministic policy gradients for continuous actions.
 
   Policy and critic have separate weights, so the gradient of the summed loss contains the gradient
-  of each; max_grad_norm clips both together. Both losses are weighted by importance.
+  of each.
+
+  | option | the paper's value | where |
+  |---|---|---|
+  | `separate_optimizers` | "the two networks are optimized separately" | section 3.2 |
+  | `importance_weights` | of both losses, which are "on the sampled experience" | section 3.2 |
+  | `replay.importance_exponent` | 0.4, "otherwise as per DQN" | section 4.1, appendix D |
+  | `optimizer.max_grad_norm` | 40, "otherwise as per DQN" | appendices C and D |
+  | `optimizer.learning_rate` (Adam), of both networks | 1e-4 | appendix D |
+  | `dqda_clip`, `noise` | 1, 0.3 | appendix D |
+  | `target_every` | 100 | appendix D |
+  | `n_step` | 5 * | |
+
+  * The paper gives the n of DQN alone, which is 3. Here it is 5, as in D4PG (1804.08617), the
+  parallel paper that builds on Ape-X DPG. D4PG weights the critic's loss alone.
   """
 
   learns_from_replay: ClassVar[bool] = True
@@ -44,10 +60,54 @@ class DPG(Algorithm):
                         at_least=0)
   dqda_clip: float = option(1.0, "bound of each element of the critic's gradient by the action",
                             at_least=0)
+  critic_rate: float = option(1.0, "the critic's learning rate, relative to the optimizer's",
+                              at_least=0)
+  separate_optimizers: bool = option(
+      True, 'policy and critic have an optimizer each, which clips its gradient by itself; False: '
+      'one, which clips both together', earlier=False)
+  importance_weights: str = option('both', 'the losses that importance weights multiply',
+                                   choices=('both', 'critic'))
+
+  def problems(self) -> Iterator[str]:
+    """See `Algorithm.problems`."""
+    if not self.separate_optimizers and self.critic_rate != 1.0:
+      yield (f'critic_rate: with separate_optimizers = False both networks have one rate; must be '
+             f'1.0, got {self.critic_rate}')
 
   def make_network(self) -> nn.Module:
     """Returns the config's policy with its critic."""
     return self.parts.torso.clone(policy=self.parts.policy)
+
+  def make_optimizer(self) -> optax.GradientTransformation:
+    """Returns the config's optimizer for each network, or one for both."""
+    own = self.parts.optimizer.transformation()
+    if not self.separate_optimizers:
+      return own
+    return optax.partition(
+        dict(actor=own, critic=optax.chain(own, optax.scale(self.critic_rate))), self.networks_of)
+
+  def networks_of(self, params: Params) -> Any:
+    """Returns the name of the network of each parameter, 'actor' or 'critic'.
+
+    The actor has the parameters that the network's method `act` reads.
+
+    Args:
+      params: of both networks.
+
+    Raises:
+      ValueError: no parameter is the critic's alone.
+    """
+    spec = self.parts.spec
+    obs = jax.ShapeDtypeStruct((1, *spec.obs_shape), spec.obs_dtype)
+    of_actor = jax.eval_shape(functools.partial(self.network.init, method='act'),
+                              jax.eval_shape(jax.random.key, 0), obs)
+    paths = {path for path, _ in jax.tree_util.tree_leaves_with_path(of_actor)}
+    names = jax.tree_util.tree_map_with_path(
+        lambda path, _: 'actor' if path in paths else 'critic', params)
+    if 'critic' not in jax.tree.leaves(names):
+      raise ValueError('separate_optimizers: act of the network has all of its parameters, so none '
+                       "is the critic's alone; must be False")
+    return names
 
   def init_target(self, params: Params) -> Params:
     """Returns the target policy and critic."""
@@ -101,7 +161,9 @@ class DPG(Algorithm):
     actor_loss = jax.vmap(lambda a, dqda: policy_loss(a, dqda, self.dqda_clip))(action, dqda)
 
     critic_loss, aux = weighted_loss(error, batch, dict(q=value))
-    return critic_loss + jnp.sum(batch.weight * actor_loss) / batch.count, aux
+    if self.importance_weights == 'both':
+      actor_loss = batch.weight * actor_loss
+    return critic_loss + jnp.sum(actor_loss) / batch.count, aux
 
   def update(self, state: TrainState, grads: Params, aux: Aux) -> TrainState:
     """Takes a step, and copies the networks to their targets in time."""

@@ -54,6 +54,7 @@ _FIXED = {
     'policy': 'the checkpoint has the parameters of the network',
     'normalise.': 'the checkpoint has the statistics',
     'loss.name': 'a run has one algorithm',
+    'loss.separate_optimizers': 'the checkpoint has the state of the optimizer',
     'optimizer.name': 'the checkpoint has the state of the optimizer',
 }
 ASKED = '--renew_envs'  # a reason of a renewal

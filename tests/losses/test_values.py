@@ -8,7 +8,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit import losses
-from podracer_jit.agents import networks, policies, q_networks
+from podracer_jit.agents import networks, optimizers, policies, q_networks
 from podracer_jit.configs import apex_dpg_dmc, apex_dqn_atari
 from podracer_jit.envs.protocol import EnvSpec
 from podracer_jit.losses.algorithm import Batch
@@ -129,11 +129,13 @@ def test_dqn_gradient_is_the_one_of_the_weighted_loss():
   assert_allclose(computed, numeric, rtol=0.02, atol=1e-3)
 
 
-def test_dpg_losses_train_each_network_alone():
+@pytest.mark.parametrize('importance_weights', ['both', 'critic'])
+def test_dpg_losses_train_each_network_alone(importance_weights):
   """The critic descends its TD loss; the policy's clipped gradient flows through its action."""
   rng = np.random.default_rng(1)
   clip = 1e-3  # below most slopes of a fresh critic
-  algorithm = bound(losses.DPG(dqda_clip=clip), spec=CONTINUOUS,
+  algorithm = bound(losses.DPG(dqda_clip=clip, importance_weights=importance_weights),
+                    spec=CONTINUOUS,
                     torso=q_networks.Deterministic(None, (8,), (8, 8)))
   network = algorithm.network
   state, params, target = _states(algorithm)
@@ -152,13 +154,67 @@ def test_dpg_losses_train_each_network_alone():
   slope = np.array([jax.grad(lambda a, o=o: q(params, o[None], a[None])[0])(a)
                     for o, a in zip(batch.obs, act(params), strict=True)])
   assert (np.abs(slope) > clip).any() and (np.abs(slope) < clip).any()
-  by_action = -jnp.asarray(weight[:, None] * np.clip(slope, -clip, clip))
+  of_policy = weight[:, None] if importance_weights == 'both' else 1.0
+  by_action = -jnp.asarray(of_policy * np.clip(slope, -clip, clip))
   of_policy = jax.vjp(act, params)[1](by_action)[0]['params']
   of_critic = jax.grad(critic_loss)(params)['params']
   for name, part in gradient['params'].items():
     expected = of_critic if name.startswith(('_critic', '_value')) else of_policy
     jax.tree.map(lambda a, b: assert_allclose(COUNT * a, b, rtol=1e-4, atol=1e-6), part,
                  expected[name])
+
+
+def adam_steps(gradients, norms, b1=0.9, b2=0.999, eps=1e-8):
+  """Returns Adam's steps for gradients that were clipped to a norm of 1, given their norms."""
+  mean = square = 0.0
+  steps = []
+  for i, (gradient, norm) in enumerate(zip(gradients, norms, strict=True), 1):
+    clipped = gradient / max(norm, 1.0)
+    mean = b1 * mean + (1 - b1) * clipped
+    square = b2 * square + (1 - b2) * clipped**2
+    steps.append(mean / (1 - b1**i) / (np.sqrt(square / (1 - b2**i)) + eps))
+  return steps
+
+
+@pytest.mark.parametrize('separate', [True, False])
+def test_dpg_optimizes_its_networks_separately(separate):
+  """1803.00933, section 3.2: two clips and two rates; one optimizer clips both together."""
+  optimizer = optimizers.Adam(learning_rate=1.0, anneal=False, max_grad_norm=1.0, eps=1e-8)
+  rate = 0.5 if separate else 1.0
+  algorithm = bound(losses.DPG(separate_optimizers=separate, critic_rate=rate), spec=CONTINUOUS,
+                    torso=q_networks.Deterministic(None, (3,), (4, 5)), optimizer=optimizer)
+  params = algorithm.init(jax.random.key(0))
+  networks_of = jax.tree.leaves(algorithm.networks_of(params))
+  layers = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+  assert [('_critic' in name or '_value' in name) for name in layers] == [
+      name == 'critic' for name in networks_of]
+
+  rng = np.random.default_rng(0)
+  gradients = [jax.tree.map(lambda x, scale=scale: scale * rng.normal(size=x.shape).astype(
+      np.float32), params) for scale in (0.1, 3.0, 0.01)]
+  state = algorithm.optimizer.init(params)
+  steps = []
+  for gradient in gradients:
+    step, state = algorithm.optimizer.update(gradient, state, params)
+    steps.append(jax.tree.leaves(step))
+
+  def norms(name):
+    return [np.sqrt(sum(np.square(x).sum() for x, of in zip(
+        jax.tree.leaves(gradient), networks_of, strict=True) if not separate or of == name))
+        for gradient in gradients]
+  assert not np.allclose(norms('actor'), norms('critic')) or not separate
+  for i, name in enumerate(networks_of):
+    expected = adam_steps([jax.tree.leaves(gradient)[i] for gradient in gradients], norms(name))
+    factor = rate if name == 'critic' else 1.0
+    for step, number in zip(steps, expected, strict=True):
+      assert_allclose(step[i], factor * number, rtol=2e-4, atol=1e-6)
+
+
+def test_dpg_with_one_optimizer_has_one_rate():
+  assert not list(losses.DPG(critic_rate=0.5).problems())
+  assert list(losses.DPG(critic_rate=0.5, separate_optimizers=False).problems()) == [
+      'critic_rate: with separate_optimizers = False both networks have one rate; must be 1.0, '
+      'got 0.5']
 
 
 def test_dueling_subtracts_the_mean_advantage():
@@ -242,8 +298,11 @@ APEX = {  # 1803.00933: section 4.1, appendices C and D, and values that are mis
     apex_dpg_dmc: {
         'loss.n_step': 5, 'loss.target_every': 100, 'loss.noise': 0.3, 'loss.dqda_clip': 1.0,
         'network.actor_hidden': (300, 200), 'network.critic_hidden': (400, 300),
-        'optimizer.name': 'adam', 'optimizer.learning_rate': 1e-4, 'optimizer.anneal': False,
-        'replay.capacity': 1_000_000, 'replay.batch_size': 256, 'replay.priority_exponent': 0.6,
+        'loss.separate_optimizers': True, 'loss.importance_weights': 'both',
+        'loss.critic_rate': 1.0, 'optimizer.name': 'adam', 'optimizer.learning_rate': 1e-4,
+        'optimizer.anneal': False, 'optimizer.max_grad_norm': 40.0, 'replay.capacity': 1_000_000,
+        'replay.batch_size': 256, 'replay.priority_exponent': 0.6,
+        'replay.importance_exponent': 0.4,
         'replay.eviction': 'prioritised', 'replay.eviction_exponent': -0.4, 'scheme': 'apex',
         'env.num_envs': 64}}
 

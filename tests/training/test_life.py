@@ -18,6 +18,7 @@ import pytest
 
 from podracer_jit import experiment
 from podracer_jit.cli import train
+from podracer_jit.experiment import schema
 from podracer_jit.play import evaluation
 from podracer_jit.training import inherit, opening, sinks, stopping
 from podracer_jit.training.trainer import Training
@@ -671,10 +672,20 @@ def test_a_garbled_history_is_refused(garbled, six, tmp_path):
 
 def test_fields_that_cannot_change_exist():
   """Otherwise a renamed field could silently be changed."""
-  for loss in ('ppo', 'dqn'):
-    fields = record.flat(experiment.config(loss, 'mlp', 'adam').to_dict())
+  for loss, network in (('ppo', 'mlp'), ('dqn', 'mlp'), ('dpg', 'deterministic')):
+    fields = record.flat(experiment.config(loss, network, 'adam').to_dict())
     for field in record._FIXED:
-      assert any(name == field or name.startswith(field) for name in fields), field
+      of_one_loss = field == 'loss.separate_optimizers' and loss != 'dpg'
+      assert of_one_loss or any(name == field or name.startswith(field) for name in fields), field
+
+
+def test_a_run_of_an_earlier_version_keeps_what_its_default_was_then():
+  """`Meaning.earlier`: one optimizer of both networks, which new runs have two of."""
+  fields = experiment.config('dpg', 'deterministic', 'adam').to_dict()
+  assert fields['loss'].pop('separate_optimizers')
+  assert schema.complete(fields)['loss']['separate_optimizers'] is False
+  assert schema.complete(fields | {'loss': fields['loss'] | {'separate_optimizers': True}})[
+      'loss']['separate_optimizers']
 
 
 NEVER = changed(small(), total_steps=300, checkpoint__every_updates=2)

@@ -63,6 +63,7 @@ def prioritised_replay():
   """A replay of whole transitions that evicts by priority, and EnvPool's observations in parts."""
   config = _replay('dpg', 'deterministic', 'CartpoleSwingup-v1')
   config.network.actor_hidden = config.network.critic_hidden = (4,)
+  config.loss.separate_optimizers = False  # as in all versions until 0.8
   config.replay.eviction = 'prioritised'
   return config
 
