@@ -282,8 +282,9 @@ class Evaluation:
 
 
 def evaluate(agent: Agent, num_episodes: int = 100, *, num_envs: int = 16, seed: int = 1,
-             greedy: bool = False, max_steps: int = 108_000, video: str | Path | None = None,
-             env: Mapping[str, Any] | None = None) -> Evaluation:
+             greedy: bool = False, epsilon: float = 0.0, max_steps: int = 108_000,
+             video: str | Path | None = None, env: Mapping[str, Any] | None = None
+             ) -> Evaluation:
   """Plays whole episodes; the results, and the video, are those of the verb `evaluate`.
 
   Nothing but the video is written.
@@ -296,6 +297,8 @@ def evaluate(agent: Agent, num_episodes: int = 100, *, num_envs: int = 16, seed:
       seed of EnvPool or of JAX functions is never one of training; one of Gymnasium may be, by
       chance.
     greedy: takes the most likely action instead of drawing one.
+    epsilon: probability of a random action in place of the greedy one, of DQN, PQN, R2D2 and other
+      algorithms whose policy reads action values.
     max_steps: most steps of an episode; some tasks have no limit of their own.
     video: films one more episode: a path that ends in .mp4 or .gif, relative to the current folder;
       'mp4' and 'gif' write video.mp4 and video.gif there. Missing folders are made, and an older
@@ -311,7 +314,7 @@ def evaluate(agent: Agent, num_episodes: int = 100, *, num_envs: int = 16, seed:
     settings = evaluation.Settings(num_episodes, num_envs, seed, max_steps)
     movie = None if video is None else video_lib.chosen_path('video', video, Path())
     player = evaluation.with_options(agent.player, agent.experiment, env or {})
-    player = player._replace(greedy=greedy)
+    player = evaluation.exploring(player, greedy, epsilon)
     if movie:
       # Before the evaluation, whose results an error would lose.
       movie.parent.mkdir(parents=True, exist_ok=True)

@@ -54,6 +54,12 @@ _RUN = _by_name(
            'reward', 'flat for long: nothing is learned, or rewards are rare'),
     Metric('episode_length', 'charts/episodic_length', 'mean length of these episodes',
            'agent steps', 'equal to the time limit: all episodes are truncated'),
+    Metric('greediest_return', 'charts/greediest_return', 'mean return of the environments that '
+           'explore least, with unclipped rewards: their newest 10 episodes, or their share of '
+           '`log.window` if it is more; absent if all environments explore alike (DQN and R2D2: '
+           'the smallest probability of a random action)', 'reward', 'near '
+           'charts/episodic_return: the others explore hardly more; far below it: greedy actions '
+           'are worse than random ones'),
     Metric('episodes', 'charts/episodes', 'episodes that have ended so far', 'episodes',
            'stays 0: episodes are longer than a segment (`env.renew_every_updates`)'),
     Metric('actor_wait_s', 'time/actor_wait_s', 'time that an actor waited for the learner in the '

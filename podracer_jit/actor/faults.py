@@ -115,6 +115,15 @@ def _wrong(obs: Observations, one_hots: Sequence[slice]) -> jax.Array | None:
   return wrong
 
 
+def envs(episodes: Episodes) -> np.ndarray:
+  """Returns the index of each column's environment among all of the run, [B].
+
+  Args:
+    episodes: of one update, NumPy arrays, in which `find` has looked for faults.
+  """
+  return episodes.fault[0, :, 4]
+
+
 def describe(episodes: Episodes, spec: EnvSpec) -> tuple[int, str] | None:
   """Returns the environment of the first fault, and a sentence about the fault; None without any.
 

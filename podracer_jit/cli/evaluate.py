@@ -2,9 +2,11 @@
 
   podracer_jit evaluate --workdir=runs/pong
   podracer_jit evaluate --workdir=runs/pong --num_episodes=20 --greedy --video=mp4
+  podracer_jit evaluate --workdir=runs/apex --epsilon=0.001
   podracer_jit evaluate --workdir=runs/pong --env.max_episode_steps=5000
 
 The environments have other seeds than in training (of Gymnasium's, one may be equal by chance).
+--epsilon is for DQN, PQN, R2D2 and other algorithms whose policy reads action values.
 --env.NAME=VALUE changes an option of the run's task. The command prints the mean return, its
 standard error and, for Atari, the human-normalised score. If others have published scores of the
 task, it prints the one to compare with, of the same algorithm and a similar number of steps if
@@ -54,16 +56,16 @@ def main(argv: Sequence[str]) -> int:
       movie = video.chosen_path('--video', values.video, workdir)
     agent = runs.agent_of('evaluate', values)
     player = evaluation.with_options(agent.player, agent.experiment, env)
+    player = evaluation.exploring(player, values.greedy, values.epsilon)
     note = sources.change_since(workdir, modules.sources(agent.experiment.fields), agent.update)
     if note:
       complain(f'podracer_jit evaluate: {note}')
     if movie:
       movie.parent.mkdir(parents=True, exist_ok=True)
-  if values.greedy:
-    player = player._replace(greedy=True)
-  # A policy without probabilities draws nothing, so it always plays greedily.
-  greedy = values.greedy or player.policy.log_prob is None
-  _evaluate(player, workdir, settings, dict(greedy=greedy, env=options.to_json(env)))
+  # A policy without probabilities draws nothing but random actions, so it plays greedily.
+  greedy = values.greedy or player.policy.log_prob is None and not values.epsilon
+  _evaluate(player, workdir, settings, dict(greedy=greedy, epsilon=values.epsilon,
+                                            env=options.to_json(env)))
   algorithm = agent.experiment.fields.get('loss', {}).get('name', '')
   published = task_sets.nearest(player.task, algorithm, player.steps)
   if published:
@@ -85,6 +87,8 @@ def _flags() -> flags.FlagValues:
   flags.DEFINE_integer('seed', 1, 'Seed of the environments and the sampled actions. Their '
                        'streams are not those of training.', **text)
   flags.DEFINE_bool('greedy', False, 'Take the most likely action instead of sampling.', **text)
+  flags.DEFINE_float('epsilon', 0.0, 'Probability of a random action in place of the greedy one, '
+                     'of an algorithm whose policy reads action values, such as DQN.', **text)
   flags.DEFINE_integer('max_steps', 108_000, 'Most steps of an episode; a longer episode is an '
                        'error, since some tasks have no limit of their own.', **text)
   flags.DEFINE_string('video', None, 'Film one more episode. mp4 or gif writes WORKDIR/video.mp4 '
@@ -134,6 +138,13 @@ def _keep(workdir: Path, record: evaluation.Record) -> None:
              f'{error.filename or workdir}: {error.strerror}')
 
 
+def _actions(record: evaluation.Record) -> str:
+  """Returns a phrase: how actions were chosen."""
+  if record['epsilon']:
+    return f'epsilon-greedy actions (epsilon = {record["epsilon"]:g})'
+  return 'greedy actions' if record['greedy'] else 'sampled actions'
+
+
 def _summary(record: evaluation.Record) -> str:
   summary = record['statistics']
   error = '-' if summary['standard_error'] is None else f'{summary["standard_error"]:.2f}'
@@ -141,8 +152,7 @@ def _summary(record: evaluation.Record) -> str:
                     for name, value in options.from_json(record['env']).items())
   lines = [
       f'{shorten(record["task"])} after update {record["update"]:,} ({record["steps"]:,} steps): '
-      f'{len(record["returns"])} episodes, {"greedy" if record["greedy"] else "sampled"} actions'
-      f'{changes}',
+      f'{len(record["returns"])} episodes, {_actions(record)}{changes}',
       f'return  {summary["mean"]:.2f} +- {error} (mean, standard error)  min {summary["min"]:g}  '
       f'median {summary["median"]:g}  max {summary["max"]:g}',
       f'length  {summary["mean_length"]:.1f} (mean)']

@@ -12,7 +12,7 @@ from podracer_jit.agents import action_masks, networks, policies
 from podracer_jit.envs import spaces
 from podracer_jit.experiment.schema import CHOICES, EnvOptions, Experiment
 from podracer_jit.learner.updates import num_microbatches
-from podracer_jit.losses.algorithm import Algorithm
+from podracer_jit.losses.algorithm import Algorithm, problem_of_epsilon
 from podracer_jit.losses.items import Items
 from podracer_jit.options import INT32_MAX, Count, defaults, shown, uneven
 from podracer_jit.schedules import Schedule
@@ -165,6 +165,9 @@ def _algorithm(experiment: Experiment) -> Iterator[str]:
   if algorithm.policy_reads != policies.DISTRIBUTION and type(algorithm).act is Algorithm.act:
     yield (f'loss.name: {name} has policy_reads = {shown(algorithm.policy_reads)} but no method '
            'act: that of Algorithm draws from a distribution; write one, as losses/dqn.py does')
+  problem = problem_of_epsilon(algorithm, experiment.eval.greedy, experiment.eval.epsilon)
+  if problem:
+    yield f'eval.epsilon: {problem}'
   if experiment.optimizer.kl_target and not algorithm.measures_kl:
     yield f'optimizer.kl_target: {name} does not measure the KL divergence; must be 0'
   if algorithm.learns_from_replay:

@@ -27,6 +27,7 @@ from podracer_jit.experiment.config_dict import plain, refuse_object
 from podracer_jit.experiment.schema import (
   CheckpointOptions,
   EnvOptions,
+  EvalOptions,
   Experiment,
   TrainingOptions,
 )
@@ -40,6 +41,7 @@ from podracer_jit.schemes.table import SCHEMES
 # Options that sections may lack which a user's config has set as a whole: `config.env = dict(...)`.
 _NEW_SINCE_0_8 = {'env': (EnvOptions, ('renew_every_updates', 'action_mask')),
                   'checkpoint': (CheckpointOptions, ('every_seconds',)),
+                  'eval': (EvalOptions, ('epsilon', 'video_every')),
                   'placement': (PlacementOptions, ('auto', 'adapt', 'learner_delay_s')),
                   'numerics': (NumericsOptions, ('precision', 'deterministic'))}
 

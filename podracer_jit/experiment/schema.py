@@ -104,6 +104,9 @@ class EvalOptions:
   num_episodes: int = option(20, 'whole episodes of an evaluation', at_least=1, at_most=1_000_000)
   num_envs: int = option(8, 'environments of an evaluation', at_least=1, at_most=MAX_ENVS)
   greedy: bool = option(False, 'take the most likely action instead of drawing one')
+  epsilon: float = option(
+      0.0, 'probability of a random action in place of the greedy one, with a policy that reads '
+      'action values', at_least=0, at_most=1)
   max_steps: int = option(108_000, 'most steps of an episode; a longer episode ends the evaluation',
                          at_least=1, at_most=INT32_MAX)
   video_every: int = option(

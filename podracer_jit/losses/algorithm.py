@@ -475,6 +475,22 @@ class Algorithm(abc.ABC):
     return dist_params, value, jax.tree.map(lambda x: x[:-1], heads)
 
 
+def problem_of_epsilon(algorithm: Algorithm, greedy: bool, epsilon: float) -> str:
+  """Returns why evaluations cannot take a random action with a probability; '' if they can.
+
+  Args:
+    algorithm: that acts.
+    greedy: evaluations take the most likely actions.
+    epsilon: the probability.
+  """
+  if epsilon and algorithm.policy_reads != policies.ACTION_VALUES:
+    return (f'{type(algorithm).__name__} explores in another way than by random actions in place '
+            f'of greedy ones; must be 0, got {epsilon:g}')
+  if epsilon and greedy:
+    return f'a greedy evaluation takes no random action; must be 0, got {epsilon:g}'
+  return ''
+
+
 def weighted_loss(error: jax.Array, batch: Batch, terms: Metrics) -> tuple[jax.Array, Aux]:
   """Returns half the mean of squared TD errors, weighted by importance.
 

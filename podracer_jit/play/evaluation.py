@@ -27,7 +27,7 @@ from podracer_jit.errors import EnvironmentFailed, Failed
 from podracer_jit.experiment import build, schema
 from podracer_jit.experiment import resolve as resolve_lib
 from podracer_jit.experiment.schema import EnvOptions, Experiment
-from podracer_jit.losses.algorithm import Acted, Algorithm, ForActors
+from podracer_jit.losses.algorithm import Acted, Algorithm, ForActors, problem_of_epsilon
 from podracer_jit.numerics import counters
 from podracer_jit.numerics.precision import products
 from podracer_jit.options import shorten, shown
@@ -59,6 +59,7 @@ class Player(NamedTuple):
   update: int  # updates that made the parameters
   steps: int  # valid agent steps that the parameters were learned from
   greedy: bool = False  # takes the most likely action instead of drawing one
+  epsilon: float = 0.0  # probability of a random action; see `exploring`
 
   @property
   def task(self) -> str:
@@ -224,6 +225,26 @@ def with_options(player: Player, experiment: Experiment, options: Mapping[str, A
   return player._replace(spec=changed.spec, options=dict(player.options) | changes)
 
 
+def exploring(player: Player, greedy: bool, epsilon: float) -> Player:
+  """Returns the player that draws its actions in another way.
+
+  Args:
+    player: the policy, and its task.
+    greedy: takes the most likely action instead of drawing one.
+    epsilon: probability of a random action in place of the greedy one, of an algorithm that
+      explores so (`problem_of_epsilon`).
+
+  Raises:
+    ValueError: epsilon is out of range, or the algorithm has none.
+  """
+  if not 0 <= epsilon <= 1:
+    raise ValueError(f'epsilon: must be between 0 and 1, got {epsilon:g}')
+  problem = problem_of_epsilon(player.algorithm, greedy, epsilon)
+  if problem:
+    raise ValueError(f'epsilon: {problem}')
+  return player._replace(greedy=greedy, epsilon=epsilon)
+
+
 def broken_note(workdir: Path, update: int) -> str:
   """Returns a line about broken checkpoints that are newer than the one of `update`, or ''."""
   problems = {newer: checkpoints.problem(workdir, newer)
@@ -299,7 +320,8 @@ def game(player: Player, seeds: Sequence[int], key: jax.Array, steps: int,
       state, (experience,) = rollout(ForActors(params), state)
       return state, experience.episodes
 
-    state = rollouts.initial_state(player.algorithm, [vector_env], [key])
+    exploration = np.full(len(seeds), player.epsilon, np.float32) if player.epsilon else None
+    state = rollouts.initial_state(player.algorithm, [vector_env], [key], exploration=exploration)
     state = jax.device_put(state, player.device)
     yield vector_env, rollout_program.load(play, (player.params, state), donate=(1,)), state
 

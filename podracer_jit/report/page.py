@@ -790,6 +790,8 @@ def _evaluation(run: Run, record: Mapping[str, Any]) -> str:
   flags = [f'--{name}={record[name]}' for name in ('num_episodes', 'num_envs', 'seed', 'max_steps')
            if isinstance(record.get(name), int)]
   flags += ['--greedy'] if record.get('greedy') is True else []
+  epsilon = record.get('epsilon')
+  flags += [f'--epsilon={epsilon}'] if epsilon and isinstance(epsilon, float) else []
   env = record.get('env')
   flags += [f'--env.{name}={value}' for name, value in env.items()] if isinstance(env, dict) else []
   return shorten(shlex.join(['podracer_jit', 'evaluate', f'--workdir={run.path}',

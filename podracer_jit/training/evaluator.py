@@ -230,8 +230,7 @@ class Evaluator(Sink):
     player = evaluation.make_player(self._run, params, update, steps)
     # One thread only: the actors need the other cores.
     player = player._replace(threads=1)
-    if self._options.greedy:
-      player = player._replace(greedy=True)
+    player = evaluation.exploring(player, self._options.greedy, self._options.epsilon)
     self._pending.append(_Task(player, futures.Future()))
     self._tasks.put(self._pending[-1])
     if self._thread is None:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from podracer_jit import schedules
 from podracer_jit.actor import faults
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.errors import EnvironmentFailed
@@ -19,6 +20,7 @@ from podracer_jit.numerics.fingerprints import as_hex
 from podracer_jit.runtime import machine
 from podracer_jit.schemes.reports import Report, Waits
 from podracer_jit.training.sinks import Diverged, Record
+from podracer_jit.types import Episodes
 
 # Parts of `updates.finite_parts`, in words.
 _PARTS = {'moments': 'the running statistics (normalise)',
@@ -28,6 +30,9 @@ _PARTS = {'moments': 'the running statistics (normalise)',
 # pause of the writer, do not count as the speed of an instant.
 RATE_S = 10.0
 DEVICE_MEMORY = 'device_memory_mb'
+GREEDIEST = 'greediest_return'
+# The least number of episodes over which this metric is a mean.
+_GREEDIEST_EPISODES = 10
 LIVES = 'lives'  # the field of receipts with the lives of actors, by name
 
 
@@ -47,6 +52,10 @@ class Meter:
     self._experiment = experiment
     self._window = collections.deque(map(tuple, past.get('window', [])),
                                      maxlen=experiment.log.window)
+    self._greediest = greediest_envs(experiment)
+    share = experiment.log.window * len(self._greediest) // experiment.env.num_envs
+    self._greediest_window = collections.deque(past.get('greediest', []),
+                                               maxlen=max(share, _GREEDIEST_EPISODES))
     # Episodes since the newest line of metrics.jsonl: number, sums of returns and of lengths.
     self._unlogged = tuple(past.get('unlogged', (0, 0.0, 0.0)))
     self._episodes = past.get('episodes', 0)
@@ -76,8 +85,9 @@ class Meter:
 
   def meta(self) -> dict[str, Any]:
     """Returns the part of a checkpoint's `meta` from which a later meter continues."""
-    return dict(window=list(self._window), unlogged=self._unlogged, episodes=self._episodes,
-                elapsed_s=self._elapsed, wall_s=self._wall_s())
+    return dict(window=list(self._window), greediest=list(self._greediest_window),
+                unlogged=self._unlogged, episodes=self._episodes, elapsed_s=self._elapsed,
+                wall_s=self._wall_s())
 
   def records(self, report: Report) -> Iterator[tuple[Record, Record]]:
     """Yields (metrics, receipt) of each update of the report.
@@ -122,6 +132,7 @@ class Meter:
       returns = episodes.episode_return[ended].tolist()
       lengths = episodes.length[ended].tolist()
       self._window.extend(zip(returns, lengths, strict=True))
+      greediest = self._greediest_return(episodes)
       self._unlogged = tuple(before + now for before, now in zip(
           self._unlogged, (len(returns), sum(returns), sum(lengths)), strict=True))
       self._elapsed += seconds
@@ -131,7 +142,8 @@ class Meter:
       record = dict(
           update=int(update.pop('update')), steps=steps, frames=steps * self._frame_skip,
           sps=sps, elapsed_s=self._elapsed, **process,
-          episode_return=mean_return, episode_length=mean_length, episodes=self._episodes,
+          episode_return=mean_return, episode_length=mean_length, **greediest,
+          episodes=self._episodes,
           actor_wait_s=actor_wait_s, learner_wait_s=learner_wait_s, **report.machines,
           # With a replay, CGD is the delay of a rollout until it is added, plus the age of the
           # drawn transitions.
@@ -165,6 +177,25 @@ class Meter:
     window_returns, window_lengths = zip(*self._window, strict=True)
     return float(np.mean(window_returns)), float(np.mean(window_lengths))
 
+  def _greediest_return(self, episodes: Episodes) -> Record:
+    """Returns the metric with the mean return of the environments that explore least.
+
+    It is empty if environments do not differ, and None before the first of their episodes has
+    ended. It is over as many of their newest episodes as there are on the average in `log.window`,
+    or over 10.
+
+    Args:
+      episodes: of an update, NumPy arrays.
+    """
+    if not len(self._greediest):
+      return {}
+    if episodes.fault is not None:
+      # Rollouts may arrive in any order, so the column does not tell which environment it is.
+      ended = episodes.ended & np.isin(faults.envs(episodes), self._greediest)
+      self._greediest_window.extend(episodes.episode_return[ended].tolist())
+    window = self._greediest_window
+    return {GREEDIEST: float(np.mean(window)) if window else None}
+
   def _rates(self, now_s: float, metrics: Mapping[str, Any], count: int) -> tuple[float, float]:
     """Returns valid steps and drawn transitions a second, over the updates of RATE_S seconds.
 
@@ -195,6 +226,23 @@ class Meter:
       return {}
     self._lives = lives
     return {LIVES: lives}
+
+
+def greediest_envs(experiment: Experiment) -> np.ndarray:
+  """Returns the indices of the environments that explore least; empty if all explore alike.
+
+  If an option changes during a run, its value at half of `total_steps` counts.
+  """
+  algorithm = experiment.algorithm
+  if schedules.scheduled(algorithm):
+    algorithm = algorithm.at(counters.of(experiment.total_steps // 2,
+                                         algorithm.state_shapes.steps))
+  exploration = algorithm.exploration(experiment.env.num_envs)
+  if exploration is None:
+    return np.arange(0)
+  exploration = np.asarray(exploration)
+  least = exploration == exploration.min()
+  return np.flatnonzero(least & ~least.all())
 
 
 def wall_clock(past: Mapping[str, Any], began_s: float) -> Callable[[], float]:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podracer_jit import api, experiment, task_sets
+from podracer_jit import api, experiment, losses, task_sets
 from podracer_jit.cli import evaluate as command
 from podracer_jit.envs import envpool_envs, families
 from podracer_jit.envs.seeds import env_seeds
@@ -225,6 +225,28 @@ def test_actions_are_sampled_unless_greedy():
   assert evaluation.play(sampling, evaluation.Settings(8, 8, seed=1, max_steps=500)) != sampled
 
 
+def test_an_evaluation_has_an_epsilon_of_its_own():
+  """An epsilon-greedy policy that pushes right; Ape-X's figure 7 is of such an actor."""
+  spec = envpool_envs.make_spec('CartPole-v1', {})
+  algorithm = bound(losses.DQN(), Function(_always(1, 2), {}), spec=spec)
+  agent = evaluation.Player(spec, {}, algorithm, {}, jax.devices()[0], threads=2, update=0, steps=0)
+  settings = evaluation.Settings(8, 8, seed=0, max_steps=500)
+  lengths = {epsilon: evaluation.play(evaluation.exploring(agent, False, epsilon), settings).lengths
+             for epsilon in (0.0, 1e-6, 1.0)}
+  assert all(8 <= length <= 10 for length in lengths[0.0])
+  assert lengths[1e-6] == lengths[0.0]
+  # Random actions are those of epsilon = 1 in training: about 22 steps, and 8 to 10 none.
+  assert np.mean(lengths[1.0]) > 13
+  for wrong, words in ((1.5, 'between 0 and 1'), (float('nan'), 'between 0 and 1')):
+    with pytest.raises(ValueError, match=f'^epsilon: must be {words}'):
+      evaluation.exploring(agent, False, wrong)
+  with pytest.raises(ValueError, match=r'^epsilon: a greedy evaluation takes no random action'):
+    evaluation.exploring(agent, True, 0.1)
+  of_policy = _agent('CartPole-v1', _always(1, 2))
+  with pytest.raises(ValueError, match=r'^epsilon: IMPALA explores in another way'):
+    evaluation.exploring(of_policy, False, 0.1)
+
+
 def test_an_episode_without_end_is_an_error():
   agent = _agent('MountainCar-v0', _always(1, 3), max_episode_steps=ENDLESS)
   with pytest.raises(RuntimeError, match='256 steps into an episode, and max_steps is 200'):
@@ -392,6 +414,22 @@ def test_each_evaluation_is_a_line_and_the_newest_is_whole(tmp_path, evaluate, c
       first['versions'])
   assert first['host'] and first['time'] <= second['time'] and first['time'].endswith('+00:00')
   assert not list(tmp_path.glob('*.tmp'))
+
+
+def test_the_record_of_an_evaluation_has_its_epsilon(tmp_path, evaluate, capsys):
+  config = experiment.config('dqn', 'mlp', 'adam', scheme='sync')
+  config.env.task = 'CartPole-v1'
+  config.replay.update(dict(capacity=2560, min_size=100))
+  _save(tmp_path, config, 1)
+  for flags, epsilon, words in (([], 0.0, 'greedy actions'), (
+      ['--epsilon=0.25'], 0.25, 'epsilon-greedy actions (epsilon = 0.25)')):
+    assert command.main(['evaluate', f'--workdir={tmp_path}', *PLAY, *flags]) == 0
+    record = json.loads((tmp_path / 'evaluation.json').read_text())
+    assert (record['epsilon'], record['greedy']) == (epsilon, not epsilon)
+    assert words in capsys.readouterr().out
+  assert evaluate(f'--workdir={tmp_path}', '--epsilon=0.25', '--greedy') == (
+      2, 'podracer_jit evaluate: epsilon: a greedy evaluation takes no random action; must be 0, '
+      'got 0.25\n')
 
 
 def test_the_published_score_of_the_task_is_printed_with_its_protocol(tmp_path, evaluate, capsys):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from podracer_jit import experiment, loops, losses
+from podracer_jit.actor import faults
 from podracer_jit.agents.optimizers import Adam
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.learner.from_replay import FromReplay
@@ -77,6 +78,21 @@ def test_delays_of_apex_lockstep_are_exact():
   _, reports, state = run_on('dqn', 'apex_lockstep')
   assert [report.cgd for report in reports] == [(0.0,)] + [(3.0,)] * (UPDATES - 1)
   assert int(state.target.gradient_steps) == 3 * (UPDATES - 1)
+
+
+@pytest.mark.parametrize('scheme', ['sync', 'apex_lockstep', 'apex'])
+def test_the_episodes_of_a_report_tell_their_environments(scheme):
+  """`greediest_return` needs them; with `apex` the rollouts of an update are those that came."""
+  reports = run_on('dqn', scheme, actors=(0, 1))[1]
+  ids = [faults.envs(jax.tree.map(lambda x: np.asarray(x)[0], report.metrics['episodes']))
+         for report in reports if np.size(report.metrics['episodes'].ended)]
+  assert ids
+  for columns in ids:
+    if scheme == 'apex':
+      assert all(shard.tolist() in ([*range(8)], [*range(8, 16)])
+                 for shard in columns.reshape(-1, 8))
+    else:
+      assert columns.tolist() == [*range(16)]
 
 
 @pytest.mark.parametrize('updates, is_copy', [(5, False), (6, True)])

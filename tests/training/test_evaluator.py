@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from podracer_jit.experiment.resolve import resolve
 from podracer_jit.play import evaluation
 from podracer_jit.training import evaluator
 from podracer_jit.training.sinks import STOP, CallbackFailed, Sink
@@ -120,6 +121,29 @@ def test_a_task_that_cannot_be_filmed_is_evaluated_all_the_same(tmp_path, monkey
   assert len(records) == 6 and all('error' not in x and 'video' not in x for x in records)
   assert all(line.endswith('no video: it cannot be rendered') for line in notes
              if line.startswith('evaluation')) and notes
+
+
+def test_an_evaluation_has_an_epsilon_of_its_own(tmp_path, monkeypatch):
+  """Training explores by other epsilons; the actor of Ape-X's figure 7 adds no data."""
+  config = small('dqn', task='CartPole-v1')
+  config = changed(config, total_steps=STEPS, checkpoint__every_updates=2, eval__epsilon=0.25,
+                   loss__epsilons=(1.0,), num_minibatches=1, **EVAL)
+  players = []
+  play = evaluation.play
+  monkeypatch.setattr(evaluation, 'play', lambda player, *args: (
+      players.append(player), play(player, *args))[1])
+  assert train_in(tmp_path, config)
+  assert {player.epsilon for player in players} == {0.25}
+  assert len(evaluator.read(tmp_path)) == len(players) > 3
+
+
+@pytest.mark.parametrize('loss, fields, message', [
+    ('ppo', dict(eval__epsilon=0.1), 'eval.epsilon: PPO explores in another way than by random'),
+    ('dqn', dict(eval__epsilon=0.1, eval__greedy=True), 'eval.epsilon: a greedy evaluation takes'),
+    ('dqn', dict(eval__epsilon=1.5), 'eval.epsilon: must be between 0 and 1, got 1.5')])
+def test_an_epsilon_that_an_evaluation_cannot_have_is_refused(loss, fields, message):
+  with pytest.raises(ValueError, match='^' + message):
+    resolve(changed(small(loss), **fields))
 
 
 def test_the_best_checkpoint_is_kept(uninterrupted):

@@ -15,6 +15,7 @@ from rich.console import Console
 from tensorboardX.proto import event_pb2
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
+from podracer_jit import losses, schedules
 from podracer_jit.errors import Diverged
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.schemes.reports import Report, Waits
@@ -23,6 +24,7 @@ from podracer_jit.training.progress import Progress, bottleneck, waited
 from podracer_jit.training.sinks import Finite, Journals, Standstill, Start
 from podracer_jit.training.trackers import TensorBoard
 from podracer_jit.types import Episodes
+from tests.made import bound
 from tests.runs import changed, small
 
 
@@ -42,10 +44,12 @@ def report(updates, cgd=1.5, valid=6, **fields):
       entropy=np.full(n, 0.5, np.float32)), n, (cgd,) * n, (0.25,) * n, **fields)
 
 
-def meter(past=None, every=1, **clock):
+def meter(past=None, every=1, algorithm=None, window=2, **clock):
   """Returns a meter: a window of two episodes, four frames a step, and lines up to update 10."""
   experiment = types.SimpleNamespace(
-      log=types.SimpleNamespace(window=2, every_updates=every),
+      log=types.SimpleNamespace(window=window, every_updates=every),
+      algorithm=algorithm or bound(losses.IMPALA()), env=types.SimpleNamespace(num_envs=2),
+      total_steps=60,
       logs=lambda update, steps: update % every == 0 or update >= 10,
       spec=types.SimpleNamespace(frame_skip=4))
   return Meter(experiment, past or {}, **clock)
@@ -61,6 +65,54 @@ def test_records_count_episodes_frames_and_delays():
   assert records[0]['entropy'] == 0.5
   (_, receipt), = m.records(report([4]))
   assert receipt == dict(update=4, batch='0' * 16, params='0000000100000001')
+
+
+def of_envs(updates, ids):
+  """Returns a report in which the episodes of two environments end with each update.
+
+  Their returns are the number of the update, and ten times that; `ids` are the environments.
+  """
+  item = report(updates)
+  numbers = np.array(updates, np.float32)[:, None]
+  ended = np.ones((len(updates), 1, 2), bool)
+  fault = np.zeros((len(updates), 1, 2, 5), np.int32)
+  fault[..., 4] = ids
+  item.metrics['episodes'] = Episodes(ended, (numbers * [1, 10])[:, None], ended.astype(int), fault)
+  return item
+
+
+def test_the_greediest_return_is_that_of_the_environments_that_explore_least():
+  """Environment 1 has the smallest epsilon (1803.00933, section 4.1), in whatever column it is."""
+  algorithm = bound(losses.DQN())
+  first = meter(algorithm=algorithm)
+  assert [r['greediest_return'] for r, _ in first.records(of_envs([1, 2], [0, 1]))] == [10.0, 15.0]
+  assert [r['greediest_return'] for r, _ in first.records(of_envs([3], [1, 0]))] == [11.0]
+  assert [r['greediest_return'] for r, _ in first.records(of_envs([4], [0, 7]))] == [11.0]
+  # A run that goes on has the same window, of ten episodes: 8 of [10, 20, 3], and 13 to 20.
+  second = meter(json.loads(json.dumps(first.meta())), algorithm=algorithm)
+  *_, (last, _) = second.records(of_envs(range(13, 21), [1, 0]))
+  assert last['greediest_return'] == np.mean([20, 3, *range(13, 21)])
+
+
+@pytest.mark.parametrize('algorithm, expected', [
+    (losses.IMPALA(), None), (losses.PQN(), None), (losses.DQN(epsilon_alpha=0.0), None),
+    (losses.DQN(epsilon=0.0), None), (losses.DQN(epsilons=(0.4, 0.1)), 10.0),
+    (losses.DQN(epsilons=(0.1, 0.4)), 1.0),
+    (losses.DQN(epsilon=schedules.parse('linear:1:0.1')), 10.0)])
+def test_there_is_no_greediest_return_if_environments_explore_alike(algorithm, expected):
+  """With a schedule, epsilon is 1 everywhere at first; its value half way decides."""
+  (record, _), = meter(algorithm=bound(algorithm, total_steps=60)).records(of_envs([1], [0, 1]))
+  assert record.get('greediest_return') == expected
+  assert ('greediest_return' in record) == (expected is not None)
+
+
+def test_the_window_of_the_greediest_grows_with_that_of_all():
+  """Half of 40 episodes are of one of two environments."""
+  m = meter(algorithm=bound(losses.DQN()), window=40)
+  *_, (last, _) = m.records(of_envs(range(1, 31), [1, 0]))
+  assert last['greediest_return'] == np.mean(range(11, 31))
+  (empty, _), = meter(algorithm=bound(losses.DQN())).records(of_envs([1], [0, 0]))
+  assert empty['greediest_return'] is None
 
 
 def test_a_state_that_is_not_finite_ends_the_run_after_its_record():
