@@ -573,7 +573,7 @@ def standardised(network: nn.Module, obs: jax.Array) -> tuple[jax.Array, dict[st
              for name, shape in (('obs', obs.shape[1:]), ('returns', ()), ('values', ()))
              if name in network.moments}
   if 'obs' in moments:
-    obs = running_moments.standardise(moments['obs'], obs.astype(jnp.float32))
+    obs = running_moments.standardise(moments['obs'], running_moments.as_numbers(obs))
   return obs, moments
 
 

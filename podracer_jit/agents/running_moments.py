@@ -2,17 +2,21 @@
 
 They are variables of the network, in the collection `moments`. So they go with the parameters to
 actors, checkpoints and evaluation, and all actors of an update use the same statistics.
+
+Each element of an observation has its own mean and deviation: of an image each pixel of each
+channel, and so of each frame of a stack.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from podracer_jit.envs import frames
@@ -65,6 +69,20 @@ def deviation(moments: Moments) -> jax.Array:
   return jnp.where(moments.count > 0, jnp.sqrt(variance + 1e-8), 1.0)
 
 
+def has_pixels(x: jax.Array, leading: int) -> bool:
+  """Returns whether x are images of bytes: with three axes after so many leading ones."""
+  return x.dtype == np.uint8 and x.ndim - leading == 3
+
+
+def as_numbers(x: jax.Array) -> jax.Array:
+  """Returns x [N, ...] as f32; images of bytes become 0 to 1, as torsos for images take them.
+
+  So the numbers are small before there are any moments.
+  """
+  numbers = x.astype(jnp.float32)
+  return numbers / 255.0 if has_pixels(x, 1) else numbers
+
+
 def standardise(moments: Moments, x: jax.Array) -> jax.Array:
   """Returns x [..., *shape] in standard deviations from the mean, clipped to [-CLIP, CLIP]."""
   chex.assert_shape(x, (..., *moments.mean.shape))
@@ -102,7 +120,8 @@ def measure(x: jax.Array, valid: jax.Array, groups: Groups) -> Moments:
   """Returns the moments of the valid rows of all devices.
 
   Args:
-    x: [T, B, *shape], numbers of this device's environments.
+    x: [T, B, *shape], numbers of this device's environments; the moments of images of bytes are
+      those of `as_numbers`.
     valid: [T, B] bool.
     groups: the groups of environments, and how to sum over them.
   """
@@ -113,7 +132,9 @@ def measure(x: jax.Array, valid: jax.Array, groups: Groups) -> Moments:
   count, total = groups.total(groups.map(_sum_of_group, *rows))
   mean = _mean(total, count)
   m2 = groups.total(groups.map(lambda *group: _squares_of_group(*group, mean), *rows))
-  return Moments(count, mean, m2)
+  moments = Moments(count, mean, m2)
+  # Up to here they are those of the bytes, whose sums are exact as long as they are below 2^24.
+  return _of_pixels(moments) if has_pixels(x, 2) else moments
 
 
 def _sum_of_rows(x: jax.Array) -> jax.Array:
@@ -126,10 +147,32 @@ def _where(valid: jax.Array, x: jax.Array) -> jax.Array:
   return jnp.where(valid.reshape(valid.shape + (1,) * (x.ndim - 2)), x, 0.0)
 
 
+def _by_plane(function: Callable, x: jax.Array, *others: jax.Array) -> jax.Array:
+  """Returns function(x as f32, *others), whose results have the shape [*shape].
+
+  Images are taken plane after plane, along the first of their axes: all of them in float32 would
+  need four times the memory of their bytes. Each element is computed as if they were taken at once.
+
+  Args:
+    function: of numbers [T, B, ...] and arrays [...].
+    x: [T, B, *shape].
+    *others: arrays [*shape].
+  """
+  if not has_pixels(x, 2):
+    return function(x.astype(jnp.float32), *others)
+
+  def of_plane(i):
+    plane = lax.dynamic_index_in_dim(x, i, axis=2, keepdims=False)
+    return function(plane.astype(jnp.float32), *(other[i] for other in others))
+
+  return lax.map(of_plane, jnp.arange(x.shape[2]))
+
+
 @island('sum_of_rows')
 def _sum_of_group(x: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns the number of valid rows and their sum."""
-  return _sum_of_rows(valid.astype(jnp.float32)), _sum_of_rows(_where(valid, x.astype(jnp.float32)))
+  return (_sum_of_rows(valid.astype(jnp.float32)),
+          _by_plane(lambda x: _sum_of_rows(_where(valid, x)), x))
 
 
 @island('mean_of_rows')
@@ -141,7 +184,13 @@ def _mean(total: jax.Array, count: jax.Array) -> jax.Array:
 @island('squares_of_rows')
 def _squares_of_group(x: jax.Array, valid: jax.Array, mean: jax.Array) -> jax.Array:
   """Returns the sum of squared distances of valid rows from the mean."""
-  return _sum_of_rows(_where(valid, jnp.square(x.astype(jnp.float32) - mean)))
+  return _by_plane(lambda x, mean: _sum_of_rows(_where(valid, jnp.square(x - mean))), x, mean)
+
+
+@island('moments_of_pixels')
+def _of_pixels(moments: Moments) -> Moments:
+  """Returns moments of bytes as those of numbers from 0 to 1."""
+  return Moments(moments.count, moments.mean / 255.0, moments.m2 / 255.0**2)
 
 
 def observe(params: Params, rollout: Rollout, targets: Any, groups: Groups) -> dict[str, Moments]:

@@ -3,10 +3,13 @@
 podracer_jit --config=configs/rl_games.py:Ant --workdir=runs/ant
 
 The argument is a task of the tables: Ant, HalfCheetah, Humanoid, Walker2d, Breakout or Pong. As in
-rl_games, the rate of all but Breakout follows the policy's change, here measured from the policy
-that made the rollout. Pong's observations are divided by 255 instead of normalised. The tables
-do not say how long MuJoCo and Breakout were trained, nor which options Atari had; here they have 10
-million steps, and CleanRL's options.
+rl_games, the rate of all but Breakout follows the policy's change. It is measured from the policy
+that made the rollout. So is rl_games' for discrete actions, by half the squared difference of log
+probabilities; for continuous ones it measures from the policy at the minibatch's previous visit, so
+it takes larger steps. As there, each pixel of Pong's stacks has a mean and a deviation of its own.
+Observations are clipped to 10 deviations; in rl_games to 5. The tables do not say how long MuJoCo
+and Breakout were trained, nor which options Atari had; here they have 10 million steps, and
+CleanRL's options.
 """
 
 from podracer_jit import experiment
@@ -47,6 +50,7 @@ def get_config(arg: str = ''):
     config.num_epochs = 2
     config.loss.discount = 0.999
     config.loss.entropy_coef = 0.01
+    config.normalise.obs = task == 'Pong'
     config.network.activation = 'elu' if task == 'Pong' else 'relu'
     config.optimizer.kl_target = 0.01 if task == 'Pong' else 0.0
     config.env.renew_every_updates = 200

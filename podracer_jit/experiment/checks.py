@@ -154,8 +154,8 @@ def _network(experiment: Experiment) -> Iterator[str]:
                  and not getattr(part, 'needs_parts', False)]
     yield (f'network.name: {name} wants images, {spec.task} gives {spec.obs_shape}; '
            f'{" or ".join(any_shape)} takes any shape')
-  if (needs_parts or needs_images) and experiment.normalise.obs:
-    yield f'normalise.obs: {name} scales images itself; must be False'
+  if needs_parts and experiment.normalise.obs:
+    yield f'normalise.obs: {name} scales the images among its parts itself; must be False'
 
 
 def _algorithm(experiment: Experiment) -> Iterator[str]:
@@ -187,6 +187,9 @@ def _algorithm(experiment: Experiment) -> Iterator[str]:
         moment == 'obs' or not algorithm.learns_from_replay)
     if getattr(experiment.normalise, field) and not measured:
       yield f'normalise.{field}: {name} cannot learn normalised {what}; must be False'
+  if experiment.normalise.obs and algorithm.learns_from_replay and experiment.spec.stack > 1:
+    yield (f'normalise.obs: {name} adds each frame of {experiment.spec.task} to its replay once, '
+           'and not the stacks that it would normalise; must be False')
   discount = algorithm.discount
   if isinstance(discount, Schedule) and (algorithm.learns_from_replay
                                          or experiment.normalise.reward):

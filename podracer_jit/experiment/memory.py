@@ -235,8 +235,9 @@ def _index_bytes(run: build.Run) -> int:
 def _pass_bytes(run: build.Run) -> int:
   """Returns the bytes of the observations of a pass of the network for a gradient, on one device.
 
-  They are gathered from the rollout. Vectors of integers, such as one-hots, are also converted to
-  float32 at once, and images a few rows at a time. Stacks of frames are left out.
+  They are gathered from the rollout. Vectors of integers, such as one-hots, and normalised images
+  are also converted to float32 at once, and other images a few rows at a time. Stacks of frames are
+  left out.
   """
   experiment = run.experiment
   spec = experiment.spec
@@ -246,8 +247,9 @@ def _pass_bytes(run: build.Run) -> int:
   items = experiment.group_items // experiment.num_minibatches
   passes = num_microbatches(items, rows_per_item, experiment.microbatch_rows)
   converted = 0
-  if len(spec.obs_shape) == 1 and not np.issubdtype(spec.obs_dtype, np.floating):
-    converted = spec.obs_shape[0] * np.dtype(np.float32).itemsize
+  is_whole = len(spec.obs_shape) == 1 or experiment.normalise.obs
+  if is_whole and not np.issubdtype(spec.obs_dtype, np.floating):
+    converted = math.prod(spec.obs_shape) * np.dtype(np.float32).itemsize
   return items // passes * rows_per_item * (obs_bytes(spec) + converted)
 
 

@@ -1,5 +1,6 @@
 """Running moments compared with NumPy on all rows at once, and their use in an update."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.agents import running_moments
+from podracer_jit.agents.networks import NatureCNN
+from podracer_jit.envs import frames
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.losses.algorithm import Batch
 from podracer_jit.numerics.groups import Groups
@@ -39,6 +42,26 @@ def test_merging_a_batch_without_valid_rows_changes_nothing():
       jnp.full((2, 3), 7.0), jnp.zeros((2, 3), bool), Groups(1, 3))
   merged = running_moments.merge(moments, moments_of_no_row)
   jax.tree.map(assert_array_equal, merged, moments)
+
+
+def test_moments_of_images_are_those_of_each_pixel_from_0_to_1():
+  """Plane by plane they have the bits of all planes at once."""
+  rng = np.random.default_rng(2)
+  images = rng.integers(0, 256, size=(7, 4, 3, 5, 6)).astype(np.uint8)
+  images[..., 0] = 200  # a pixel that never changes
+  valid = rng.random((7, 4)) < 0.7
+  moments = running_moments.measure(jnp.array(images), valid, Groups(2, 2))
+  rows = images[valid] / 255.0
+  assert moments.count == len(rows)
+  assert_allclose(moments.mean, rows.mean(axis=0), rtol=1e-5)
+  assert_allclose(moments.m2, rows.var(axis=0) * len(rows), rtol=1e-4, atol=1e-6)
+  assert (moments.m2[..., 0] < 1e-9).all()
+  whole = running_moments.measure(jnp.float32(images), valid, Groups(2, 2))
+  assert_array_equal(moments.mean, whole.mean / np.float32(255))
+  assert_array_equal(moments.m2, whole.m2 / np.float32(255**2))
+  # Bytes that are no image keep their numbers.
+  flat = running_moments.measure(jnp.array(images[:, :, 0, 0]), valid, Groups(2, 2))
+  assert_allclose(flat.mean, images[:, :, 0, 0][valid].mean(axis=0), rtol=1e-5)
 
 
 def merge_all_rows(a, b):
@@ -125,7 +148,63 @@ def test_the_train_state_has_the_moments_of_all_observations_and_returns():
   assert returns.min() == pytest.approx(1.0) and returns.max() > 5
 
 
+IMAGES = dict(loss='ppo', task='Pong-v5', network='nature_cnn', normalise={
+    'obs': True, 'reward': False, 'value': True}, num_epochs=1)
+
+
+def test_images_are_normalised_pixel_by_pixel():
+  """EnvPool's table 8 for Pong: stacks of frames, of which a rollout has each frame once."""
+  rollouts, state = watched(small(**IMAGES))
+  moments = jax.device_get(state.params['moments']['obs'])
+  obs = np.concatenate([jax.device_get(frames.stacks(r.obs))[:-1][r.valid] for r in rollouts])
+  assert obs.dtype == np.uint8 and moments.mean.shape == obs.shape[1:] == (4, 21, 21)
+  assert moments.count == len(obs) == int(state.steps)
+  obs = obs / 255.0
+  assert_allclose(moments.mean, obs.mean(axis=0), rtol=1e-4, atol=1e-5)
+  assert_allclose(running_moments.deviation(moments), np.sqrt(obs.var(axis=0) + 1e-8), rtol=1e-3,
+                  atol=1e-6)
+  constant = (obs == obs[0]).all(axis=0)
+  assert_array_equal(moments.m2 < 1e-9, constant)  # up to the rounding of the mean
+  assert constant.any() and not constant.all()
+
+
+def test_a_network_gets_images_in_deviations_and_from_0_to_1_before_it_has_any():
+  seen = []
+  algorithm = resolve(small(**IMAGES)).algorithm
+  params = algorithm.init(jax.random.key(0))
+  obs = np.random.default_rng(0).integers(0, 256, size=(1, 5, 4, 21, 21)).astype(np.uint8)
+
+  def watch(next_method, args, kwargs, context):
+    if isinstance(context.module, NatureCNN):
+      seen.append(args[0])
+    return next_method(*args, **kwargs)
+
+  mean = np.full((4, 21, 21), 0.5, np.float32)
+  known = running_moments.Moments(jnp.float32(2.0), mean, np.full_like(mean, 2 * 0.25**2))
+  with nn.intercept_methods(watch):
+    for moments in (params['moments']['obs'], known):
+      changed_params = {**params, 'moments': params['moments'] | {'obs': moments}}
+      algorithm.network.apply(changed_params, obs, None, np.ones((1, 5), bool))
+  of_first, of_second = (next(x for x in seen[i:] if len(x) == 5) for i in (0, len(seen) // 2))
+  assert_allclose(of_first, obs[0] / 255.0, rtol=1e-6)
+  assert_allclose(of_second, (obs[0] / 255.0 - 0.5) / 0.25, rtol=1e-4, atol=1e-5)
+
+
+def test_actors_and_learner_normalise_images_by_the_moments_of_the_updates_before():
+  reports = run(changed(small(**IMAGES), num_minibatches=1))[1]
+  metrics = [jax.device_get(report.metrics) for report in reports]
+  assert all(abs(m['approx_kl'][0]) < 1e-6 for m in metrics)
+
+
 # With a replay.
+
+
+def test_stacks_of_frames_of_a_replay_are_not_normalised():
+  """It has each frame once; images that are no stacks are normalised."""
+  config = changed(small('dqn', 'Pong-v5', 'nature_cnn'), normalise__obs=True, num_minibatches=1)
+  with pytest.raises(ValueError, match=r'^normalise\.obs: dqn adds each frame of Pong-v5 to its'):
+    resolve(config)
+  resolve(changed(config, env__stack_num=1))
 
 
 def of_replay(loss, **fields):

@@ -159,6 +159,9 @@ ROWS = (
         (Way('rapid', **SPLIT), Way('cleanba', (0, 1), (2,))), updates=4, **WITH_LAG_1),
     Row('PPO, CNN', lambda: images('ppo', 'nature_cnn'), (Way('sync', (0,), (2, 3), 2, 1),),
         (Way('fused', calls=4), Way('sync', **TWO, threads=1))),
+    Row('PPO, CNN, running moments of images', lambda: images('ppo', 'nature_cnn', normalise={
+        'obs': True, 'reward': True, 'value': True}), (Way('sync', (0,), (2, 3), 2, 1),),
+        (Way('fused', calls=4), Way('sync', **TWO, threads=1))),
     Row('IMPALA, ResNet', lambda: images('impala', 'impala_resnet'), (),
         (Way('fused', calls=4), Way('sync', **TWO, threads=1), Way('sync', (0,), (2, 3), 2, 1))),
     Row('PPO, GRU', lambda: recurrent('ppo', 'gru'), (),
@@ -234,6 +237,9 @@ ROWS = (
     Row('RND, MLP, large batches', rnd, (),
         (Way('rapid', **SPLIT), Way('cleanba', (0, 1), (2,))), updates=4, **WITH_LAG_1),
     Row('DQN, CNN', lambda: test_apex.config('pixels'), (), (Way('ddppo', **TWO),), updates=8),
+    Row('DQN, CNN, running moments of images', lambda: test_apex.config(
+        'pixels', normalise__obs=True, env__stack_num=1), (),
+        (Way('ddppo', **TWO), Way('fused', calls=3)), updates=8),
 )
 
 

@@ -122,7 +122,7 @@ CASES = {  # 2310.00036
         'env.task': 'Pong-v5', 'unroll_length': 128, 'num_epochs': 2, 'num_minibatches': 8,
         'total_steps': 8_000_000, 'loss.discount': 0.999, 'loss.entropy_coef': 0.01,
         'optimizer.learning_rate': 3e-4, 'optimizer.kl_target': 0.01, 'loss.clip_value': True,
-        'network.name': 'nature_cnn', 'network.activation': 'elu'}),
+        'network.name': 'nature_cnn', 'network.activation': 'elu', 'normalise.obs': True}),
     # 2007.02622, section 4.2.
     'Obstacle Tower': (in_examples('obstacle_tower')['get_config'], {
         'scheme': 'rapid', 'network.name': 'fixup_resnet', 'network.core': 'gru',
