@@ -322,6 +322,11 @@ def make_vector_env(task: str, options: Mapping[str, Any], seeds: Sequence[int],
   return EnvPoolVectorEnv(task, options, seeds, num_threads, batch_size)
 
 
+def on_cores(first_core: int) -> dict[str, Any]:
+  """Returns the option of pools with which each thread stays on a core; see `protocol.Family`."""
+  return {'thread_affinity_offset': first_core}
+
+
 def make_pool(task: str, options: Mapping[str, Any], seeds: Sequence[int], num_threads: int = 0,
               batch_size: int = 0) -> Any:
   """Starts an EnvPool with the gymnasium API, which Python steps.

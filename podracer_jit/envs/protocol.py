@@ -209,6 +209,15 @@ class Family(Protocol):
       options: the other fields of the config's `env`, without num_envs.
     """
 
+  def on_cores(self, first_core: int) -> dict[str, Any]:
+    """Returns options with which `make_vector_env` keeps each of its threads on a core.
+
+    A family may lack it; then `placement.pin_envs` is refused.
+
+    Args:
+      first_core: core of the first thread; the others are on those that follow.
+    """
+
   def make_vector_env(self, task: str, options: Mapping[str, Any], seeds: Sequence[int],
                       num_threads: int, batch_size: int) -> VectorEnv:
     """Starts a vector environment.

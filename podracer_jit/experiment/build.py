@@ -6,7 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import flax.errors
@@ -553,8 +553,14 @@ def make_actor(run: Run, index: int, ids: range, device: jax.Device) -> wiring.L
   salts = (index, experiment.num_shards + run.life) if run.life else (index,)
   keys = _keys_of_envs(experiment.seed, salts, np.array(ids))
   family = family_of(experiment.env.task)
+  cores = run.place.env_cores
+
+  def options_of(shard: int) -> Mapping[str, Any]:
+    pinned = family.on_cores(cores[shard % len(cores)]) if cores else {}
+    return {**experiment.env_options, **pinned}
+
   rollout_program = RolloutProgram([
-      family.make_vector_env(experiment.env.task, experiment.env_options,
+      family.make_vector_env(experiment.env.task, options_of(i),
                              env_seeds(experiment.seed, index, i * width, width, run.life),
                              run.place.env_threads, experiment.env_batch)
       for i in ids])

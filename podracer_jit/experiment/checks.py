@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from podracer_jit.agents import action_masks, networks, policies
 from podracer_jit.envs import spaces
+from podracer_jit.envs.families import family_of
 from podracer_jit.experiment.schema import CHOICES, EnvOptions, Experiment
 from podracer_jit.learner.updates import num_microbatches
 from podracer_jit.losses.algorithm import Algorithm, problem_of_epsilon
@@ -227,6 +228,9 @@ def _placement(experiment: Experiment) -> Iterator[str]:
             if not (other.graph.one_program or other.graph.separate_updates)]
     yield (f'placement.learner_delay_s: {name} has no learner that waits by itself; must be 0; '
            f'{", ".join(able)} take it')
+  if place.pin_envs and not hasattr(family_of(experiment.env.task), 'on_cores'):
+    yield (f'placement.pin_envs: only the threads of EnvPool can stay on cores, and '
+           f'{experiment.env.task} has none; must be False')
   if scheme.graph.separate_updates and not experiment.exact_reduce:
     yield f'exact_reduce: {name} always adds in a fixed order; must be True'
 
@@ -243,6 +247,8 @@ def _cluster(experiment: Experiment) -> Iterator[str]:
     yield (f'placement.cluster: actors of {experiment.scheme_name} wait for the learner, so it '
            f'must be none (machines: --distributed); {", ".join(able)} take '
            f'{place.cluster}')
+  if place.pin_envs:
+    yield ('placement.pin_envs: on a cluster, Ray decides which cores a process has; must be False')
   if place.actor_platform != 'auto':
     yield (f'placement.actor_platform: on a cluster, placement.actor_gpus says where actors are; '
            f'must be auto, got {place.actor_platform}')

@@ -42,7 +42,7 @@ from podracer_jit.schemes.table import SCHEMES
 _NEW_SINCE_0_8 = {'env': (EnvOptions, ('renew_every_updates', 'action_mask')),
                   'checkpoint': (CheckpointOptions, ('every_seconds',)),
                   'eval': (EvalOptions, ('epsilon', 'video_every')),
-                  'placement': (PlacementOptions, ('auto', 'adapt', 'learner_delay_s')),
+                  'placement': (PlacementOptions, ('auto', 'adapt', 'learner_delay_s', 'pin_envs')),
                   'numerics': (NumericsOptions, ('precision', 'deterministic'))}
 
 

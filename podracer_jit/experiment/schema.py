@@ -340,7 +340,7 @@ def names(fields: Mapping[str, Any]) -> dict[str, Any]:
 # The placement of commands that only look at a run: evaluations and repeated updates.
 ONE_DEVICE = dict(actor_devices=(0,), learner_devices=(0,), actors_per_device=1,
                   actor_platform='auto', env_threads=0, updates_per_call=0, xla_threads=0,
-                  cluster='none')
+                  cluster='none', pin_envs=False)
 
 
 def on_one_device(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,9 @@ class Placement(NamedTuple):
   mesh: Mesh  # the learner's mesh, over all processes
   workers: tuple[jax.Device, ...]  # the device of each gradient worker; may repeat
   env_threads: int  # threads of each environment pool
+  # Of each pool of this process the core of its first thread; the others follow it. (): the kernel
+  # chooses.
+  env_cores: tuple[int, ...] = ()
   process: int = 0  # index of this process
   processes: int = 1  # number of processes
 
@@ -63,6 +66,8 @@ class PlacementOptions:
                                  at_least=0, at_most=1024)
   env_threads: int = option(
       0, 'threads of an environment pool; 0: chosen', at_least=0, at_most=1024)
+  pin_envs: bool = option(
+      False, "each thread of EnvPool's pools stays on a core of its own (their thread affinity)")
   actor_platform: str = option('auto', 'kind of the actor devices',
                                choices=('auto', 'gpu', 'cpu'))
   updates_per_call: int = option(
@@ -203,7 +208,37 @@ def resolve(options: PlacementOptions, num_shards: int, any_platform: bool = Fal
   threads = options.env_threads or max(1, len(os.sched_getaffinity(0)) // local_shards)
   # A mesh has each device once, even if several workers compute gradients on it.
   mesh = mesh_of(list(dict.fromkeys(learners)))
-  return Placement(tuple(actors), mesh, tuple(learners), threads, jax.process_index(), processes)
+  cores = first_cores(local_shards, threads) if options.pin_envs else ()
+  return Placement(tuple(actors), mesh, tuple(learners), threads, cores, jax.process_index(),
+                   processes)
+
+
+def first_cores(pools: int, threads: int) -> tuple[int, ...]:
+  """Returns the core of the first thread of each pool, so that each thread has one of its own.
+
+  The threads of a pool are on consecutive cores, as EnvPool counts them, of those that the process
+  may use. So a process that `numactl` or a cluster gives the cores of a NUMA node stays there.
+
+  Args:
+    pools: environment pools of the process.
+    threads: of each pool.
+
+  Raises:
+    ValueError: there are not as many cores, or they are not consecutive.
+  """
+  allowed = sorted(os.sched_getaffinity(0))
+  firsts: list[int] = []
+  left = allowed
+  while len(left) >= threads and len(firsts) < pools:
+    is_consecutive = left[threads - 1] == left[0] + threads - 1
+    firsts += left[:1] * is_consecutive
+    left = left[threads if is_consecutive else 1:]
+  if len(firsts) < pools:
+    raise ValueError(
+        f'placement.pin_envs: {pools} pools (num_shards) of {threads} threads '
+        f'(placement.env_threads) need {threads} consecutive cores each, and this process may use '
+        f'{len(allowed)}, {shown(allowed)}; take fewer, or False')
+  return tuple(firsts)
 
 
 def mesh_of(devices: Sequence[jax.Device]) -> Mesh:

@@ -242,8 +242,12 @@ def test_the_pages_command_for_tpus_uses_all_chips(monkeypatch):
 
 
 def test_the_pages_command_for_hosts_elsewhere_fits_as_many(monkeypatch):
-  text, = (text for text in COMMANDS if '--coordinator_address=' in text)
-  flags = re.findall(r'--(?:config|workdir)\S*', text)
-  hosts = int(re.search(r'--num_processes=(\d+)', text)[1])
-  place, _ = placement_of(flags, Machine(16, 8), hosts, monkeypatch)
-  assert place.num_actors == 1 and hosts == 2
+  texts = [text for text in COMMANDS if '--coordinator_address=' in text]
+  assert len(texts) == 2  # on NUMA nodes, and on other hosts
+  for text in texts:
+    flags = re.findall(r'--(?:config|workdir)\S*', text)
+    hosts = int(re.search(r'--num_processes=(\d+)', text)[1])
+    place, experiment = placement_of(flags, Machine(16, 8), hosts, monkeypatch)
+    assert place.num_actors == 1 and hosts == 2
+    assert experiment.num_shards // hosts * place.env_threads <= 16
+    assert place.pin_envs == ('numactl' in text)

@@ -18,8 +18,10 @@ from podracer_jit import experiment
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.protocol import EnvSpec
 from podracer_jit.envs.seeds import env_seeds
+from podracer_jit.experiment import build
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.runtime import placement
+from tests.runs import changed, fresh, run, small
 
 MUJOCO = 'HalfCheetah-v4'
 ONE_THREAD = 1
@@ -222,6 +224,58 @@ def test_the_cores_are_divided_among_all_pools(monkeypatch):
   granted = [placement.resolve(options, vector_envs).env_threads for vector_envs in (1, 3, 5, 24)]
   assert granted == [12, 4, 2, 1]
   assert placement.resolve(dataclasses.replace(options, env_threads=7), 3).env_threads == 7
+
+
+@pytest.mark.parametrize('allowed, pools, threads, expected', [
+    (range(8), 4, 2, (0, 2, 4, 6)), (range(3, 8), 2, 2, (3, 5)), ({7, 2, 9}, 3, 1, (2, 7, 9)),
+    # Two threads of each core of a NUMA node: its cores, and after them their second threads.
+    ([0, 1, 2, 64, 65, 66], 2, 2, (0, 64)), ([0, 1, 2, 64, 65, 66], 2, 3, (0, 64))])
+def test_each_thread_of_a_pool_has_a_core(monkeypatch, allowed, pools, threads, expected):
+  monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: set(allowed))
+  assert placement.first_cores(pools, threads) == expected
+  options = placement.PlacementOptions(
+      actor_platform='cpu', env_threads=threads, actor_devices=(0,), learner_devices=(0,),
+      actors_per_device=1, pin_envs=True)
+  assert placement.resolve(options, pools).env_cores == expected
+  assert placement.resolve(dataclasses.replace(options, pin_envs=False), pools).env_cores == ()
+
+
+@pytest.mark.parametrize('allowed, pools, threads', [
+    (range(3), 2, 2), ([0, 2, 4, 6], 1, 2), (range(4), 5, 1)])
+def test_more_threads_than_cores_are_refused(monkeypatch, allowed, pools, threads):
+  monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: set(allowed))
+  with pytest.raises(ValueError, match=rf'^placement\.pin_envs: {pools} pools \(num_shards\) of '
+                     rf'{threads} threads .* may use {len(allowed)}'):
+    placement.first_cores(pools, threads)
+
+
+def test_threads_of_a_run_stay_on_their_cores_and_change_no_bit():
+  """Two pools of one thread, on the cores that this process may use."""
+  if len(os.sched_getaffinity(0)) < 2:
+    pytest.skip('needs two cores')
+  config = changed(small(num_shards=2), placement__env_threads=1, placement__xla_threads=2,
+                   placement__actor_devices=(0,), placement__learner_devices=(0,))
+
+  def cores_of(run):
+    before = threads()
+    actor = build.make_actor(run, 0, range(2), run.place.actors[0])
+    cores = [os.sched_getaffinity(int(thread)) for thread in threads() - before]
+    actor.rollout_program.close()
+    return [min(core) for core in cores if len(core) == 1]
+
+  pinned = changed(config, placement__pin_envs=True)
+  assert sorted(cores_of(fresh(pinned))) == sorted(os.sched_getaffinity(0))[:2]
+  assert cores_of(fresh(config)) == []
+  assert run(pinned, updates=3)[0] == run(config, updates=3)[0]
+
+
+@pytest.mark.parametrize('config, message', [
+    (small(task='gymnax:CartPole-v1'), 'only the threads of EnvPool can stay on cores'),
+    (small(task='gymnasium:CartPole-v1'), 'only the threads of EnvPool can stay on cores'),
+    (changed(small('ppo'), scheme='dppo_async', placement__cluster='ray'), 'on a cluster, Ray')])
+def test_threads_that_cannot_stay_on_cores_are_refused(config, message):
+  with pytest.raises(ValueError, match=rf'^placement\.pin_envs: {message}'):
+    resolve(changed(config, placement__pin_envs=True))
 
 
 def test_actors_use_the_cpu_if_envpool_does_not_support_the_accelerator(monkeypatch):
