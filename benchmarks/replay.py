@@ -86,9 +86,9 @@ class Figures(NamedTuple):
 class Programs(NamedTuple):
   """Compiled programs; all except `sample` donate their first argument."""
 
-  add: Callable  # (replay, experience [groups, T, B, ...], turn) -> replay
-  sample: Callable  # (replay, turn) -> places [groups, n], items [groups, n, ...]
-  update: Callable  # (replay, places [groups, n], TD errors [groups, n]) -> replay
+  add: Callable  # (replay, experience [blocks, T, B, ...], turn) -> replay
+  sample: Callable  # (replay, turn) -> places [N], items [groups, n, ...]
+  update: Callable  # (replay, places [N], TD errors [N]) -> replay
   learn: Callable  # (state, gradient steps, *NOTHING) -> state, metrics
 
 
@@ -108,31 +108,31 @@ def of_capacity(experiment: Experiment, capacity: int) -> Experiment:
 
 
 def random_experience(experiment: Experiment) -> Experience:
-  """Returns a random rollout of all environments, [groups, T, B, ...].
+  """Returns a random rollout of all environments, [blocks, T, B, ...].
 
   No episode ends in it, and an item begins wherever one may.
   """
   spec = experiment.spec
-  groups = experiment.num_grad_shards
+  blocks = experiment.replay_blocks
   steps = experiment.unroll_length
   starts = steps // experiment.items.stride(steps)
   rng = np.random.default_rng(0)
-  like = priorities.shapes(experiment.algorithm, experiment.env.num_envs // groups)
+  like = priorities.shapes(experiment.algorithm, experiment.env.num_envs // blocks)
 
   def random(field, rows, limit):
-    shape = (groups, rows, *field.shape[1:])
+    shape = (blocks, rows, *field.shape[1:])
     if np.issubdtype(field.dtype, np.integer):
       return rng.integers(0, limit, shape, field.dtype)
     return rng.random(shape, np.float32).astype(field.dtype)
 
   def constant(field, value, rows=steps):
-    return np.full((groups, rows, *field.shape[1:]), value)
+    return np.full((blocks, rows, *field.shape[1:]), value)
 
   # A rollout of T steps has T + 1 observations.
   return like._replace(
       obs=random(like.obs, steps + 1, 256),
-      is_reset_stack=np.zeros((groups, steps + 1, *like.is_reset_stack.shape[1:]), bool),
-      began=np.zeros((groups, *like.began.shape), bool),
+      is_reset_stack=np.zeros((blocks, steps + 1, *like.is_reset_stack.shape[1:]), bool),
+      began=np.zeros((blocks, *like.began.shape), bool),
       action=random(like.action, steps, spec.num_actions),
       reward=random(like.reward, steps, 1),
       terminated=constant(like.terminated, False),
@@ -147,22 +147,22 @@ def compiled(run: build.Run, state: TrainState, experience: Experience) -> Progr
   """Compiles all programs by shapes, without allocating the replay."""
   memory = run.learner.source.memory
   shapes = run.learner.replay_shapes()
-  groups, group_size = batch_sizes(run.experiment)
+  batch_size = run.experiment.replay.batch_size
+  groups = run.experiment.num_grad_shards
 
-  def keys(turn):
-    return jax.random.split(jax.random.fold_in(jax.random.key(0), turn), groups)
+  def key(turn):
+    return jax.random.fold_in(jax.random.key(0), turn)
 
   def add(state, experience, turn):
-    return memory.add(state, jnp.arange(groups), experience, keys(turn), turn)
+    return memory.add(state, memory.blocks.numbers(), experience, key(turn), turn)
 
   def sample(state, turn):
-    place, _ = memory.draw(state, keys(turn), group_size)
+    place, _ = memory.draw(state, key(turn), batch_size)
     # One group at a time, as in a gradient step.
-    items = jax.lax.map(lambda x: memory.read(state, *x), (jnp.arange(groups), place))
-    return place, items
+    return place, jax.lax.map(lambda place: memory.read(state, place), place.reshape(groups, -1))
 
   turn = np.int32(0)
-  error = np.zeros((groups, group_size), np.float32)
+  error = np.zeros(batch_size, np.float32)
   place = error.astype(np.int32)
   learn = run.learner.programs.learn
   return Programs(
@@ -171,12 +171,6 @@ def compiled(run: build.Run, state: TrainState, experience: Experience) -> Progr
       update=jax.jit(memory.set_priorities, donate_argnums=0).lower(
           shapes, place, error).compile(),
       learn=learn.lower(state._replace(replay=shapes), turn, *NOTHING).compile())
-
-
-def batch_sizes(experiment: Experiment) -> tuple[int, int]:
-  """Returns the number of groups and the elements that a batch has of each."""
-  groups = experiment.num_grad_shards
-  return groups, experiment.replay.batch_size // groups
 
 
 def timed(call: Callable, *args: Any) -> tuple[float, Any]:
@@ -254,7 +248,7 @@ def filled(run: build.Run, programs: Programs, state: TrainState, experience: Ex
     run: the experiment and its learner.
     programs: from `compiled`.
     state: the train state without a replay.
-    experience: [groups, T, B, ...], added repeatedly.
+    experience: [blocks, T, B, ...], added repeatedly.
   """
   replay = run.learner.allocate(state).replay
   rows = replay.ring.is_reset_stack.shape[1]
@@ -274,10 +268,10 @@ def measured(experiment: Experiment, programs: Programs, state: TrainState, expe
     experiment: has the sizes of batches.
     programs: the result of `compiled`.
     state: the train state with a full replay; donated.
-    experience: [groups, T, B, ...], the rollout to add.
+    experience: [blocks, T, B, ...], the rollout to add.
     seconds: measured time of each part.
   """
-  error = np.random.default_rng(1).random(batch_sizes(experiment), np.float32)
+  error = np.random.default_rng(1).random(experiment.replay.batch_size, np.float32)
   steps = np.int32(experiment.replay.gradient_steps)
 
   def add(replay, turn):

@@ -450,21 +450,19 @@ def _of_rollout(case: _Case) -> _Minibatch:
 
 
 def _drawn(case: _Case) -> _Minibatch:
-  """Returns a minibatch that is drawn from the replay of one group."""
+  """Returns a minibatch that is drawn from a replay."""
   experiment = dataclasses.replace(case.run.experiment, num_grad_shards=1)
   learner = build.make_learner(experiment, case.run.place.mesh)
   source = learner.source
   state = learner.allocate(case.state)
   insert = jax.jit(source.insert)
   for experience in case.experiences:
-    state, _ = insert(state, experience, jnp.int32(0))
-  place, probability = source.memory.draw(
-      state.replay, jax.random.split(state.key, 1), source.group_batch)
+    state, _ = insert(state, experience, jnp.arange(1))
+  place, probability = source.memory.draw(state.replay, state.key, source.group_batch)
   weight = (jnp.min(probability) / probability) ** experiment.replay.importance_exponent
-  whole = Draw(place, weight, float(source.group_batch), None)
+  whole = Draw(place[None], weight[None], float(source.group_batch), None)
   halves = whole._replace(index=place.reshape(2, -1), weight=weight.reshape(2, -1))
-  return _Minibatch(state.replay, (source.read, whole),
-                    (lambda replay, group, place: source.read(replay, 0 * group, place), halves))
+  return _Minibatch(state.replay, (source.read, whole), (source.read, halves))
 
 
 def _sums(case: _Case, minibatch: _Minibatch, parts: int, key: jax.Array) -> tuple[Any, Any]:

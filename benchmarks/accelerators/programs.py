@@ -44,8 +44,8 @@ class Programs:
     # Vector environments are alike, so each device has the same program.
     vector_envs = actor.rollout_program.vector_envs
     self._rollout = acting.rollout(vector_envs)
-    self._parts = (self._learner.algorithm.for_actors,
-                   acting.rollout(vector_envs[:len(vector_envs) // len(devices)]),
+    self._rollout_of_device = acting.rollout(vector_envs[:len(vector_envs) // len(devices)])
+    self._parts = (self._learner.algorithm.for_actors, self._rollout_of_device,
                    self._learner.learn, 4)
 
   @property
@@ -81,7 +81,8 @@ class Programs:
       state = _on(state, self._device)
     else:
       envs = acting.envs[:len(acting.envs) // self._mesh.size]
-      program = sharding.fused_program(*self._parts, self._mesh)
+      program = sharding.fused_program(self._learner.source, self._rollout_of_device, 4,
+                                       self._mesh)
       acting = jax.tree.map(
           lambda x: jax.ShapeDtypeStruct((self._mesh.size, *x.shape), x.dtype,
                                          sharding=NamedSharding(self._mesh, sharding.BY_DEVICE)),

@@ -188,6 +188,9 @@ def _problems_of_devices(experiment: Experiment, place: placement.Placement) -> 
   if experiment.num_grad_shards % mesh_size:
     yield options.uneven(experiment.group_count(),
                          experiment.placement.learner_count(mesh_size, place.processes))
+  if experiment.env.num_envs % mesh_size:
+    yield options.uneven(experiment.env_count(),
+                         experiment.placement.learner_count(mesh_size, place.processes))
   actors = len(place.actors) * place.processes
   if experiment.env_batch and experiment.num_shards != actors:
     yield ('num_shards: must be the number of actors where they are asynchronous '
@@ -384,6 +387,7 @@ def make_learner(experiment: Experiment, mesh: Mesh) -> Learner:
   # XLA's all-reduce adds one gradient of each device, so each device is one group.
   if not experiment.exact_reduce and not algorithm.learns_from_replay:
     count = mesh.size
+  # With a replay, `envs` has no meaning: a group has a share of a batch.
   groups = Groups(count, num_envs // count, mesh.size, experiment.exact_reduce,
                   together=mesh.devices.flat[0].platform != 'cpu')
   if not algorithm.learns_from_replay:
@@ -392,12 +396,15 @@ def make_learner(experiment: Experiment, mesh: Mesh) -> Learner:
                      experiment.microbatch_rows), mesh,
         rollout_shapes(experiment, groups.envs) if algorithm.auxiliary() else None)
   replay = experiment.replay
+  blocks = groups._replace(count=experiment.replay_blocks,
+                           envs=num_envs // experiment.replay_blocks)
   memory = buffer.Replay(
-      replay.capacity // count, groups.envs, experiment.unroll_length, experiment.spec.stack,
-      experiment.items, replay.eviction, replay.priority_exponent, replay.eviction_exponent)
+      replay.capacity, blocks, experiment.unroll_length, experiment.spec.stack, experiment.items,
+      replay.eviction, replay.priority_exponent, replay.eviction_exponent, replay.copies,
+      replay.spare_rollouts)
   return ReplayLearner(
       FromReplay(algorithm, groups, memory, replay, experiment.microbatch_rows), mesh,
-      priorities.shapes(algorithm, groups.envs))
+      priorities.shapes(algorithm, blocks.envs))
 
 
 def rollout_shapes(experiment: Experiment, num_envs: int) -> Rollout:

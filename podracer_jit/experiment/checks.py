@@ -122,12 +122,14 @@ def _too_large(experiment: Experiment) -> Iterator[str]:
   # A replay has rows beyond its capacity that cannot be drawn, because their end or frames of their
   # stacks are missing.
   items = experiment.items
-  margin = steps + items.length + experiment.spec.stack + 1
-  rows = replay.capacity * items.period + num_envs * margin
+  margin = steps + items.length + experiment.spec.stack + 1 + replay.spare_rollouts * steps
+  rows = replay.capacity * items.period + num_envs * margin * replay.copies
   if rows > INT32_MAX:
     each = f' of {items.period} new rows' if items.period > 1 else ''
+    copies = f' in replay.copies = {replay.copies}' if replay.copies > 1 else ''
     yield (f'replay.capacity: {replay.capacity} {items.unit}s{each}, and {margin} rows of '
-           f'env.num_envs = {num_envs} that cannot be drawn, are {rows:,}; must be below 2^31')
+           f'env.num_envs = {num_envs}{copies} that cannot be drawn, are {rows:,}; must be below '
+           '2^31')
 
 
 def _network(experiment: Experiment) -> Iterator[str]:
@@ -256,14 +258,14 @@ def _cluster(experiment: Experiment) -> Iterator[str]:
 
 def _indivisible(experiment: Experiment) -> Iterator[str]:
   """Yields the numbers that cannot be split evenly."""
-  num_envs = experiment.env.num_envs
   learners = len(experiment.placement.learner_devices)
-  envs_set = num_envs != defaults(EnvOptions)['num_envs']
-  envs = Count('env.num_envs', num_envs, envs_set, 'environment')
+  envs = experiment.env_count()
   shards = Count('num_shards', experiment.num_shards, experiment.differs('num_shards'), 'shard')
   gradient_groups = experiment.group_count()
-  for whole, divisor in ((envs, shards), (envs, gradient_groups),
-                         (gradient_groups, experiment.placement.learner_count(learners))):
+  learner_count = experiment.placement.learner_count(learners)
+  # Gradient groups share the environments, or what is drawn from a replay that learners share.
+  of_envs = learner_count if experiment.loss.learns_from_replay else gradient_groups
+  for whole, divisor in ((envs, shards), (envs, of_envs), (gradient_groups, learner_count)):
     if whole.number % divisor.number:
       yield uneven(whole, divisor)
   if experiment.loss.learns_from_replay:
@@ -437,18 +439,17 @@ def _replay(experiment: Experiment) -> Iterator[str]:
     yield (f'replay.eviction: the sequences of {name} overlap, so their rows are stored once, in a '
            f'ring; must be fifo, got {options.eviction}')
   # A rollout of all environments must fit.
-  least = experiment.batch_rows // items.stride(experiment.unroll_length)
+  least = experiment.batch_rows // items.stride(experiment.unroll_length) * options.copies
   if options.capacity < least:
     what = 'env.num_envs' if items.is_sequence else 'env.num_envs * unroll_length'
+    what += ' * replay.copies' if options.copies > 1 else ''
     yield f'replay.capacity: must be at least {what} = {least}, got {options.capacity}'
-  groups = experiment.num_grad_shards
   actors = experiment.placement.num_actors
-  gradient_groups = experiment.group_count()
-  for field in ('batch_size', 'capacity'):
-    number = getattr(options, field)
-    if number % groups:
-      is_set = number != defaults(type(options))[field]
-      yield uneven(Count(f'replay.{field}', number, is_set, items.unit), gradient_groups)
+  # The groups have equal shares, so that their gradients have the shapes of one program.
+  if options.batch_size % experiment.num_grad_shards:
+    is_set = options.batch_size != defaults(type(options))['batch_size']
+    yield uneven(Count('replay.batch_size', options.batch_size, is_set, items.unit),
+                 experiment.group_count())
   if not scheme.graph.free_rates:
     for field, only in (('params_every', 1), ('samples_per_insert', 0)):
       if getattr(options, field) != only:
@@ -456,13 +457,10 @@ def _replay(experiment: Experiment) -> Iterator[str]:
                f'{experiment.scheme_name} it must be {only}, got {getattr(options, field)}')
     return
   drawn = options.gradient_steps * options.batch_size
-  ratio = options.samples_per_insert / items.period
+  ratio = options.samples_per_insert * options.copies / items.period
   added = experiment.batch_rows // actors
   # With a smaller tolerance actors and learner could wait for each other for ever.
   if ratio and 2 * options.tolerance < drawn + ratio * added:
     yield (f'replay.tolerance: must be at least {math.ceil((drawn + ratio * added) / 2)}, half of '
            f'what a call draws ({drawn}) and a rollout allows ({ratio:g} x {added}), got '
            f'{options.tolerance}')
-  if groups % actors:
-    yield uneven(gradient_groups._replace(unit='group with a replay of its own'),
-                 experiment.placement.actor_count())

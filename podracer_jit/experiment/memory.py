@@ -94,7 +94,7 @@ def of_replay(run: build.Run, copies: int = 1) -> list[str]:
     run: of the experiment.
     copies: number of such runs in this process.
   """
-  size = copies * nbytes(run.learner.replay_shapes())
+  size = copies * run.place.mesh.size * _bytes_on_device(run.learner.replay_shapes())
   if not run.experiment.algorithm.learns_from_replay or size < LARGE_REPLAY:
     return []
   saved = run.experiment.checkpoint
@@ -164,7 +164,7 @@ def _learner_parts(run: build.Run, state_bytes: int) -> list[Part]:
   if not run.experiment.algorithm.learns_from_replay:
     # The phase reads a copy, in which groups are side by side.
     name, fields, copies = 'rollouts of the auxiliary phase', ('env.num_envs', 'unroll_length'), 2
-  parts += [Part(name, copies * nbytes(replay) // run.place.mesh.size, _place(device), fields)
+  parts += [Part(name, copies * _bytes_on_device(replay), _place(device), fields)
             for device in run.place.learners]
   return parts
 
@@ -261,16 +261,12 @@ def _drawn_bytes(run: build.Run) -> int:
 
 
 def drawn_shapes(run: build.Run) -> Any:
-  """Returns the shapes of the items that a gradient step draws, [groups, N, ...]."""
-  source = run.learner.source
+  """Returns the shapes of the items that a gradient step draws, as of one group."""
+  memory = run.learner.source.memory
+  alone = memory._replace(blocks=memory.blocks._replace(mesh_size=1))
   replay: buffer.State = run.learner.replay_shapes()
-
-  def read(replay, places):
-    group = jnp.arange(len(places))
-    return jax.vmap(lambda group, place: source.memory.read(replay, group, place))(group, places)
-
-  places = jax.ShapeDtypeStruct((source.groups.count, source.group_batch), jnp.int32)
-  return jax.eval_shape(read, replay, places)
+  places = jax.ShapeDtypeStruct((run.experiment.replay.batch_size,), jnp.int32)
+  return jax.eval_shape(alone.read, replay, places)
 
 
 def _network_fields(run: build.Run) -> tuple[str, ...]:
@@ -358,6 +354,12 @@ def _place(device: jax.Device) -> _Place:
 def nbytes(tree: Any) -> int:
   """Returns the bytes of the arrays of a tree, or of their shapes."""
   return sum(int(np.prod(x.shape, dtype=object)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _bytes_on_device(tree: Any) -> int:
+  """Returns the bytes that a device of the learner has of a replay, from its sharded shapes."""
+  return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+             for x in jax.tree.leaves(tree))
 
 
 class _AlgorithmOfShapes:

@@ -89,7 +89,11 @@ def _devices(experiment: Experiment, machine: Machine, processes: int) -> dict[s
   if not machine.accelerators and _numbers(experiment) < _NUMBERS_OF_A_DEVICE:
     learner_units = actor_units = 1
   shards = max(1, experiment.num_shards // processes)
-  groups = max(1, experiment.num_grad_shards // processes)
+  groups = experiment.num_grad_shards
+  if experiment.replay is not None:
+    # Each learner stores an equal number of environments.
+    groups = math.gcd(groups, experiment.env.num_envs)
+  groups = max(1, groups // processes)
   if _is_alone(experiment) or scheme.each or not experiment.exact_reduce:
     # The scheme has one device, or its results depend on the number of learner devices.
     learners = 1
@@ -107,10 +111,9 @@ def _devices(experiment: Experiment, machine: Machine, processes: int) -> dict[s
         1, shards // (len(given.actor_devices) or _divisor(shards, actor_units)))
     actor_devices = tuple(range(_divisor(shards, shards // per_device)))
   else:
-    able = math.gcd(shards, groups) if scheme.graph.free_rates else shards
     # Workers that compute gradients by themselves have as many actors each.
     unit = len(learner_devices) if scheme.each else 1
-    actor_devices = tuple(range(_divisor(able // per_device, actor_units, unit)))
+    actor_devices = tuple(range(_divisor(shards // per_device, actor_units, unit)))
   if given.actor_devices and 'learner_devices' in given.open_fields and (
       scheme.alone or scheme.colocated or scheme.graph.one_program):
     learner_devices = given.actor_devices

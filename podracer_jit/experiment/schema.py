@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -392,6 +393,20 @@ class Experiment(TrainingOptions):
     """Returns the number of gradient groups, for error messages."""
     return options.Count('num_grad_shards', self.num_grad_shards, self.differs('num_grad_shards'),
                          'gradient group')
+
+  def env_count(self) -> options.Count:
+    """Returns the number of environments, for error messages."""
+    is_set = self.env.num_envs != options.defaults(EnvOptions)['num_envs']
+    return options.Count('env.num_envs', self.env.num_envs, is_set, 'environment')
+
+  @property
+  def replay_blocks(self) -> int:
+    """Blocks of environments whose rows a replay stores together.
+
+    Each learner device has an equal number of them, and so has each actor with a rate of its own.
+    """
+    blocks = math.gcd(self.env.num_envs, self.num_grad_shards)
+    return math.lcm(blocks, self.num_shards) if self.scheme.graph.free_rates else blocks
 
   @functools.cached_property
   def algorithm(self) -> Algorithm:

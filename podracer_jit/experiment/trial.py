@@ -206,17 +206,18 @@ def _replay_batch(run: build.Run) -> Batch:
   size = source.group_batch // updates.num_microbatches(
       source.group_batch, run.experiment.items.network_rows, run.experiment.microbatch_rows)
   replay = run.learner.replay_shapes()
-  group = _shape(jnp.int32)
+  # As if one device had all blocks.
+  memory = source.memory._replace(blocks=source.blocks._replace(mesh_size=1))
   with in_loss(run, 'items'):
-    if not source.memory.fifo:
+    if not memory.fifo:
       # Each item has a slot of its own, along the first axis; no other axis has this size.
       count = run.experiment.items.length + 2
-      read = source.memory._replace(eviction='fifo').read
-      for x in jax.tree.leaves(jax.eval_shape(read, replay, group, _shape(jnp.int32, count))):
+      items = jax.eval_shape(memory.from_ring, replay.ring, _shape(jnp.int32, count))
+      for x in jax.tree.leaves(items):
         if x.shape[:1] != (count,):
           raise ValueError(f'must make arrays [N, ...], here ({count}, ...), with replay.eviction '
                            f'= prioritised; got {x.shape}')
-    items, _ = jax.eval_shape(source.read, replay, group, _shape(jnp.int32, size))
+    items = jax.eval_shape(memory.read, replay, _shape(jnp.int32, size))
   return Batch(items, None, _shape(jnp.float32, size), _shape(jnp.float32), None)
 
 

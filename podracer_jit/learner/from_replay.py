@@ -15,7 +15,7 @@ from podracer_jit.envs import frames
 from podracer_jit.learner import updates
 from podracer_jit.learner.updates import Draw
 from podracer_jit.losses.algorithm import Algorithm
-from podracer_jit.numerics import counters
+from podracer_jit.numerics import counters, indexing
 from podracer_jit.numerics.fingerprints import fingerprint
 from podracer_jit.numerics.groups import Groups
 from podracer_jit.numerics.islands import island
@@ -34,17 +34,19 @@ class FromReplay:
 
     Args:
       algorithm: bound to a task.
-      groups: the groups of environments, seen from one device; each has a replay of its own.
-      memory: functions of the replay of each group.
+      groups: the groups that a gradient is summed over, seen from one device; each has an equal
+        part of a batch, of any environments.
+      memory: functions of the replay.
       options: the options of the replay.
       microbatch_rows: most rows in one pass of the network; 0: a group's whole batch.
     """
     self.algorithm = algorithm
     self.groups = groups
+    self.blocks = memory.blocks
     self.memory = memory
     self.options = options
+    self.replay_specs = memory.specs()
     self.gradient_steps = options.gradient_steps
-    # Every group draws an equal part of the batch.
     self.group_batch = options.batch_size // groups.count
     self._gradients = updates.make_gradients(algorithm, self.read, groups, microbatch_rows)
     self._update = updates.make_update(algorithm)
@@ -59,39 +61,39 @@ class FromReplay:
     Returns:
       The next state, and metrics; see `finish`.
     """
-    groups = self.groups
-    batch = fingerprint(experience._replace(episodes=None), 1, groups.first_env(),
-                        groups.count * groups.envs)
-    state = self.observe(state, experience, groups)
-    state, valid = self.insert(state, experience, jnp.int32(0))
-    batch, valid = groups.total_of_integers((batch, valid))
+    blocks = self.blocks
+    batch = fingerprint(experience._replace(episodes=None), 1, blocks.first_env(),
+                        blocks.count * blocks.envs)
+    state = self.observe(state, experience, blocks)
+    state, valid = self.insert(state, experience, blocks.numbers(), is_sharded=True)
+    batch, valid = blocks.total_of_integers((batch, valid))
     count = jnp.where(self.is_ready(state), self.gradient_steps, 0)
     state, sums = self.take_steps(state, count)
     state, metrics = self.finish(state, count, sums, valid, batch)
     return state, metrics | dict(episodes=experience.episodes)
 
-  def observe(self, state: TrainState, experience: Experience, groups: Groups) -> TrainState:
+  def observe(self, state: TrainState, experience: Experience, blocks: Groups) -> TrainState:
     """Returns the state whose running moments have experience that is about to be added.
 
-    Each row counts once, however often it is drawn. The moments of each group are merged by
-    themselves, in order, since actors may bring several groups at once or one after the other. A
+    Each row counts once, however often it is drawn. The moments of each block are merged by
+    themselves, in order, since actors may bring several blocks at once or one after the other. A
     target network reads the same normalised observations as the network.
 
     Args:
       state: the state.
       experience: [T, B].
-      groups: those of the experience, seen from this device.
+      blocks: those of the experience, seen from this device.
     """
     if not running_moments.moments_of(state.params):
       return state
     obs = action_masks.split(experience.obs, self.algorithm.parts.spec)[0]
-    one = Groups(1, groups.envs)
-    rows = groups.split((frames.stacks(obs)[:-1], experience.valid))
-    moments = groups.gather(groups.map(
+    one = Groups(1, blocks.envs)
+    rows = blocks.split((frames.stacks(obs)[:-1], experience.valid))
+    moments = blocks.gather(blocks.map(
         lambda obs, valid: running_moments.measure(obs, valid, one), *rows))
 
-    def merge(params, of_group):
-      return running_moments.add(params, {'obs': of_group}), None
+    def merge(params, of_block):
+      return running_moments.add(params, {'obs': of_block}), None
 
     params, _ = lax.scan(merge, state.params, moments)
     target = state.target.params
@@ -100,40 +102,33 @@ class FromReplay:
     return state._replace(params=params).with_target(target)
 
   @jax.named_scope('storing')
-  def insert(self, state: TrainState, experience: Experience, first_group: jax.Array
-             ) -> tuple[TrainState, jax.Array]:
+  def insert(self, state: TrainState, experience: Experience, number: jax.Array,
+             is_sharded: bool = False) -> tuple[TrainState, jax.Array]:
     """Adds experience to the replay.
 
     Args:
       state: with a replay.
-      experience: [T, B], of whole groups. Groups outside of this device are ignored.
-      first_group: [] i32, index of the first of them among the groups of this device.
+      experience: [T, B], of whole blocks.
+      number: [k] i32, the blocks of the experience among all blocks.
+      is_sharded: True if each device has the experience of its own blocks; False if all devices
+        have the same.
 
     Returns:
-      The state, and the number of valid rows, also of ignored groups.
+      The state, and the number of valid rows of the experience.
     """
-    groups = self.groups
-    chex.assert_rank(first_group, 0)
+    chex.assert_rank(number, 1)
     chex.assert_equal_shape([experience.reward, experience.valid])
     experience = experience._replace(episodes=None)
-    count = experience.reward.shape[1] // groups.envs
-    group = first_group + jnp.arange(count)
-    # `add` drops groups with an index out of range. A negative index would count from the end.
-    group = jnp.where((group >= 0) & (group < groups.local), group, groups.local)
-    by_group = Groups(count, groups.envs).split(experience)
-    keys = self._group_keys(_key(state, 1))
-    # An update may add several times, and each addition needs keys of its own.
-    keys = jax.vmap(jax.random.fold_in)(keys, state.replay.inserted)
-    replay = self.memory.add(state.replay, group, by_group, keys, state.target.gradient_steps)
+    by_block = Groups(len(number), self.blocks.envs).split(experience)
+    # An update may add several times, and each addition needs a key of its own.
+    key = jax.random.fold_in(_of_group_0(_key(state, 1)), state.replay.inserted[0])
+    replay = self.memory.add(state.replay, number, by_block, key, state.target.gradient_steps,
+                             is_sharded)
     return state._replace(replay=replay), jnp.sum(experience.valid, dtype=jnp.int32)
 
   def is_ready(self, state: TrainState) -> jax.Array:
-    """Returns whether every group has received its share of `min_size` items, [] bool.
-
-    It is equal on all devices.
-    """
-    smallest = self.groups.smallest(state.replay.inserted)
-    return smallest >= -(-self.options.min_size // self.groups.count)
+    """Returns whether the replay has received `min_size` items, [] bool."""
+    return state.replay.inserted[0] >= self.options.min_size
 
   def take_steps(self, state: TrainState, count: jax.Array) -> tuple[TrainState, Metrics]:
     """Takes gradient steps. Each draws a batch and sets new priorities of the drawn items.
@@ -147,28 +142,30 @@ class FromReplay:
       steps between an item's addition and its use).
     """
     chex.assert_rank(count, 0)
-    draw_key = _key(state, 0)
-    loss_key = updates.update_key(state)
-    step, (_, shapes) = traced(self._step, state, draw_key, loss_key)
+    keys = _key(state, 0), updates.update_key(state), _key(state, 2)
+    step, (_, shapes) = traced(self._step, state, keys)
 
     def body(i, carry):
       state, sums = carry
-      state, results = step(state, jax.random.fold_in(draw_key, i), updates.step_key(loss_key, i))
+      draw_key, loss_key, evict_key = keys
+      state, results = step(state, (jax.random.fold_in(draw_key, i), updates.step_key(loss_key, i),
+                                    jax.random.fold_in(evict_key, i)))
       return state, jax.tree.map(jnp.add, sums, results)
 
     # The number of steps is data: it is 0 until the replay has enough items.
     return lax.fori_loop(0, count, body, (state, zeros(shapes)))
 
-  def _step(self, state: TrainState, draw_key: jax.Array, loss_key: jax.Array
+  def _step(self, state: TrainState, keys: tuple[jax.Array, jax.Array, jax.Array]
             ) -> tuple[TrainState, Metrics]:
-    """Takes a gradient step; see `take_steps`."""
+    """Takes a gradient step with keys for draws, losses and evictions; see `take_steps`."""
+    draw_key, loss_key, evict_key = keys
     groups = self.groups
 
     @island('importance_weights')
     def weights(probability, least):
       """Returns importance weights (N P)^-beta over their maximum (1511.05952, section 3.4).
 
-      N and the number of groups cancel.
+      N cancels.
       """
       # An empty replay has probabilities of zero; its draws are not learned from.
       ratio = least / jnp.maximum(probability, 1e-30)
@@ -179,37 +176,42 @@ class FromReplay:
       return jnp.sum((gradient_steps - added).astype(jnp.float32))
 
     with jax.named_scope('storing'):
-      place, probability = self.memory.draw(state.replay, self._group_keys(draw_key),
-                                            self.group_batch)
-      # The largest weight of the whole batch belongs to the smallest probability.
-      least = groups.smallest(probability)
-      weight = groups.map(lambda p: weights(p, least), probability)
+      place, probability = self.memory.draw(state.replay, _of_group_0(draw_key),
+                                            self.options.batch_size)
+      weight = weights(probability, jnp.min(probability))
 
     with jax.named_scope('gradient'):
-      draw = Draw(place, weight, float(self.options.batch_size), None)
+      draw = Draw(self._own_share(place), self._own_share(weight), float(self.options.batch_size),
+                  None)
       sums, priority = self._gradients(updates.view(state), state.replay, draw, loss_key)
       grads, aux = groups.total(sums)
 
     # The clock of a replay is the number of gradient steps so far.
-    clock = state.target.gradient_steps
-    added = self.memory.added(state.replay, place)
-    age = groups.total(groups.map(lambda added: sum_of_ages(added, clock), added))
+    age = sum_of_ages(self.memory.added(state.replay, place), state.target.gradient_steps)
 
     with jax.named_scope('update'):
       state, grad_norm = self._update(state, grads, aux)
 
-    if priority is not None:
-      with jax.named_scope('storing'):
-        state = state._replace(replay=self.memory.set_priorities(state.replay, place, priority))
-    return state, dict(aux=aux, grad_norm=grad_norm, sampled_age=age)
+    with jax.named_scope('storing'):
+      replay = state.replay
+      if priority is not None:
+        replay = self.memory.set_priorities(replay, place, groups.gather(priority).reshape(-1))
+      if self.options.evict_every:
+        due = state.target.gradient_steps % self.options.evict_every == 0
+        replay = self.memory.evict(replay, evict_key, due)
+    return state._replace(replay=replay), dict(aux=aux, grad_norm=grad_norm, sampled_age=age)
+
+  def _own_share(self, drawn: jax.Array) -> jax.Array:
+    """Returns the parts of a batch [N] that belong to this device's groups, [local, N / groups].
+
+    The first group has the first draws, and so on, whatever environments they are of.
+    """
+    return indexing.read(drawn.reshape(self.groups.count, -1), self.groups.numbers())
 
   def read(self, replay: buffer.State, group: jax.Array, place: jax.Array) -> tuple[Any, None]:
-    """Returns items of a group; see `updates.make_gradients`."""
-    return self.memory.read(replay, group, place), None
-
-  def _group_keys(self, key: jax.Array) -> jax.Array:
-    """Returns a key for each group of this device, [local], that does not depend on the mesh."""
-    return jax.vmap(lambda group: jax.random.fold_in(key, group))(self.groups.numbers())
+    """Returns the items of a group's share of a batch; see `updates.make_gradients`."""
+    del group
+    return self.memory.read(replay, place), None
 
   def finish(self, state: TrainState, count: jax.Array, sums: Metrics, valid: jax.Array,
              batch: jax.Array) -> tuple[TrainState, Metrics]:
@@ -229,7 +231,8 @@ class FromReplay:
     chex.assert_rank([count, valid], 0)
     chex.assert_shape(batch, (2,))
     batch_size = self.options.batch_size
-    rows_for_each = self.algorithm.items().period  # that are added for each item
+    # Rows that are added for each item.
+    rows_for_each = self.algorithm.items().period / self.memory.copies
 
     @island('metrics')
     def means(sums, count, state, steps):
@@ -255,17 +258,29 @@ class FromReplay:
     metrics = means(sums, count, updates.view(state), steps)
     state = state._replace(update=state.update + 1, steps=steps)
     # A node of the tree is the sum of its children, so the root is finite only if all of them are.
-    broken = self.groups.total_of_integers(
-        jnp.sum(~jnp.isfinite(tree.total(state.replay.priorities)), dtype=jnp.int32))
-    finite = updates.finite_parts(state) | dict(replay=broken == 0)
+    finite = updates.finite_parts(state) | dict(
+        replay=jnp.isfinite(tree.total(state.replay.priorities)[0]))
     return state, metrics | dict(
         finite=finite,
         valid=valid, update=state.update, steps=steps, sampled=count * batch_size,
         gradient_steps=state.target.gradient_steps,
-        replay_size=self.groups.total_of_integers(jnp.sum(state.replay.size)), batch=batch,
+        replay_size=state.replay.size[0], batch=batch,
         params=fingerprint(state.params))
 
 
 def _key(state: TrainState, stream: int) -> jax.Array:
-  """Returns a key of this update: stream 0 is for sampling, stream 1 for eviction."""
+  """Returns a key of this update.
+
+  Args:
+    state: the state.
+    stream: 0 is for draws, 1 for evictions of additions, 2 for those of gradient steps.
+  """
   return jax.random.fold_in(updates.update_key(state), stream)
+
+
+def _of_group_0(key: jax.Array) -> jax.Array:
+  """Returns the key of a draw or an eviction.
+
+  Groups had replays and keys of their own until version 0.8; runs of one group keep their bits.
+  """
+  return jax.random.fold_in(key, 0)

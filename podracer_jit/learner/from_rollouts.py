@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from podracer_jit.agents import action_masks, running_moments
 from podracer_jit.envs import frames
@@ -16,6 +17,7 @@ from podracer_jit.learner import updates
 from podracer_jit.learner.updates import Draw
 from podracer_jit.losses.algorithm import Algorithm, Aux
 from podracer_jit.numerics import counters, indexing, shuffling
+from podracer_jit.numerics.deterministic import AXIS
 from podracer_jit.numerics.fingerprints import fingerprint
 from podracer_jit.numerics.groups import Groups
 from podracer_jit.numerics.islands import island
@@ -74,6 +76,8 @@ class _Window(NamedTuple):
 
 class FromRollouts:
   """Functions of an update from rollouts, on one device of a mesh."""
+
+  replay_specs = PartitionSpec(AXIS)  # of the rollouts that an auxiliary phase keeps
 
   def __init__(self, algorithm: Algorithm, groups: Groups, num_epochs: int, num_minibatches: int,
                microbatch_rows: int):

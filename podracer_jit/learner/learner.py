@@ -12,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from podracer_jit.learner import sharding
 from podracer_jit.learner.from_replay import FromReplay
 from podracer_jit.learner.from_rollouts import FromRollouts
-from podracer_jit.numerics.deterministic import AXIS
 from podracer_jit.numerics.tracing import zeros
 from podracer_jit.replay import buffer
 from podracer_jit.replay.rate_limiter import RateLimiter
@@ -57,7 +56,7 @@ class Learner:
   @functools.cached_property
   def program(self) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """Jitted `learn` on the whole mesh; it donates the state."""
-    return sharding.fused_learner(self.learn, self.mesh)
+    return sharding.fused_learner(self.source, self.mesh)
 
   def initial_state(self, seed: int) -> TrainState:
     """Returns the train state before the first update, on the mesh and without a replay.
@@ -82,22 +81,22 @@ class Learner:
     """Returns the state with an empty replay, if the learner needs one and it has none."""
     if jax.tree.leaves(state.replay) or self.replay_shapes() is None:
       return state
-    # With out_shardings each device allocates its own groups only.
-    return state._replace(replay=jax.jit(self._empty, out_shardings=self._sharding)())
+    # With out_shardings each device allocates only what it has of a replay.
+    shardings = jax.tree.map(lambda x: x.sharding, self.replay_shapes())
+    return state._replace(replay=jax.jit(self._empty, out_shardings=shardings)())
 
   def replay_shapes(self) -> Any | None:
     """Returns the shapes and shardings of the replay, for restoring it; None without a replay."""
-    return jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._sharding),
-        jax.eval_shape(self._empty))
+    def sharded(spec: PartitionSpec, tree: Any) -> Any:
+      sharding = NamedSharding(self.mesh, spec)
+      return jax.tree.map(
+          lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+    shapes = jax.eval_shape(self._empty)
+    return None if shapes is None else jax.tree.map(sharded, self.source.replay_specs, shapes)
 
   def _empty(self) -> Any | None:
     """Returns an empty replay, or None."""
-
-  @property
-  def _sharding(self) -> NamedSharding:
-    """Sharding of the replay: each group is on the device that owns it."""
-    return NamedSharding(self.mesh, PartitionSpec(AXIS))
 
   def mean_cgd(self, behind: float) -> float:
     """Returns the mean collection-to-gradient delay (CGD) of an update, in gradient steps.
@@ -177,13 +176,13 @@ class ReplayLearner(Learner):
     Args:
       source: functions of an update, seen from one device of the mesh.
       mesh: the mesh of the learner.
-      like: arrays or shapes of one group's experience, [T, B, ...].
+      like: arrays or shapes of one block's experience, [T, B, ...].
     """
     super().__init__(source, mesh)
     self._like = like
 
   def _empty(self) -> buffer.State:
-    return self.source.memory.init(self.source.groups.count, self._like)
+    return self.source.memory.init(self._like)
 
   def mean_cgd(self, behind: float) -> float:
     """Returns `behind`; the age of the sampled items adds to it and is in the metrics."""
@@ -202,6 +201,12 @@ class ReplayLearner(Learner):
       actors: number of actors.
     """
     options = self.source.options
-    ratio = options.samples_per_insert / self.algorithm.items().period
+    ratio = options.samples_per_insert * options.copies / self.algorithm.items().period
+    # Without a ratio actors never wait for gradient steps: as many rollouts may wait to be added
+    # as the replay would keep.
+    waiting = actors
+    if not ratio:
+      memory = self.source.memory
+      waiting = max(actors, -(-memory.capacity // memory.round) * actors)
     return RateLimiter(ratio, options.tolerance, options.gradient_steps * options.batch_size,
-                       rows // actors, actors)
+                       rows // actors, waiting)

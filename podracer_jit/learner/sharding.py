@@ -27,8 +27,11 @@ BY_ENV = PartitionSpec(None, AXIS)
 BY_GROUP = PartitionSpec(AXIS)
 BY_DEVICE = PartitionSpec(AXIS)
 SENT = 'sent'  # among the metrics of `make_fused`
-# The train state is replicated, except for the replay.
-STATE = TrainState(*[EVERYWHERE] * len(TrainState._fields))._replace(replay=BY_GROUP)
+
+
+def state_specs(source: FromRollouts | FromReplay) -> TrainState:
+  """Returns how a train state is sharded: it is replicated, except for parts of its replay."""
+  return TrainState(*[EVERYWHERE] * len(TrainState._fields))._replace(replay=source.replay_specs)
 
 
 def _all_episodes(batch_stats: Metrics) -> Metrics:
@@ -37,26 +40,27 @@ def _all_episodes(batch_stats: Metrics) -> Metrics:
   return batch_stats | dict(episodes=episodes)
 
 
-def fused_learner(learn: Callable, mesh: Mesh) -> Callable:
-  """Returns `learn` compiled for the whole mesh.
+def fused_learner(source: FromRollouts | FromReplay, mesh: Mesh) -> Callable:
+  """Returns `source.learn` compiled for the whole mesh.
 
   Args:
-    learn: (state, rollout) -> (state, metrics), on one device of the mesh.
+    source: functions of an update, seen from one device of the mesh.
     mesh: the mesh of the learner.
 
   Returns:
-    learner(state, rollout) -> (state, metrics). The state is replicated (its replay sharded by
-    group) and donated, the rollout sharded by environment. Metrics have a leading axis [1] of
-    updates.
+    learner(state, rollout) -> (state, metrics). The state is replicated (its replay is not, see
+    `state_specs`) and donated, the rollout sharded by environment. Metrics have a leading axis [1]
+    of updates.
   """
+  specs = state_specs(source)
 
   def whole(state, rollout):
-    state, metrics = learn(state, rollout)
+    state, metrics = source.learn(state, rollout)
     return state, _all_episodes(metrics)
 
   def learner(state, rollout):
     state, metrics = jax.shard_map(
-        whole, mesh=mesh, in_specs=(STATE, BY_ENV), out_specs=(STATE, EVERYWHERE),
+        whole, mesh=mesh, in_specs=(specs, BY_ENV), out_specs=(specs, EVERYWHERE),
         check_vma=False)(state, rollout)
     return state, _add_update_axis(metrics)
 
@@ -122,14 +126,13 @@ def make_fused(for_actors: Callable, rollout: Callable, learn: Callable, calls: 
   return fused
 
 
-def fused_program(for_actors: Callable, rollout: Callable, learn: Callable, calls: int,
-                  mesh: Mesh) -> Callable:
+def fused_program(source: FromRollouts | FromReplay, rollout: Callable, calls: int, mesh: Mesh
+                  ) -> Callable:
   """Returns `make_fused` of a whole mesh, to be jitted.
 
   Args:
-    for_actors: `Algorithm.for_actors`.
+    source: functions of an update, seen from one device of the mesh.
     rollout: (`ForActors`, actor_state) -> (actor_state, rollouts), of one device's environments.
-    learn: (state, rollout) -> (state, metrics), on one device of the mesh.
     calls: updates that the arrays of metrics have room for.
     mesh: the mesh of the learner.
 
@@ -138,10 +141,11 @@ def fused_program(for_actors: Callable, rollout: Callable, learn: Callable, call
     of devices, which is sharded.
   """
   def learn_whole(state, rollouts):
-    state, metrics = learn(state, rollouts)
+    state, metrics = source.learn(state, rollouts)
     return state, _all_episodes(metrics)
 
-  fused = make_fused(for_actors, rollout, learn_whole, calls)
+  specs = state_specs(source)
+  fused = make_fused(source.algorithm.for_actors, rollout, learn_whole, calls)
 
   def on_device(state, actor_state, limit, total_steps):
     """Runs `fused` on one device, whose actor state has a leading axis [1]; see `make_fused`.
@@ -157,8 +161,8 @@ def fused_program(for_actors: Callable, rollout: Callable, learn: Callable, call
     return state, jax.tree.map(lambda x: x[None], actor_state), count, metrics
 
   return jax.shard_map(
-      on_device, mesh=mesh, in_specs=(STATE, BY_DEVICE, EVERYWHERE, EVERYWHERE),
-      out_specs=(STATE, BY_DEVICE, EVERYWHERE, EVERYWHERE), check_vma=False)
+      on_device, mesh=mesh, in_specs=(specs, BY_DEVICE, EVERYWHERE, EVERYWHERE),
+      out_specs=(specs, BY_DEVICE, EVERYWHERE, EVERYWHERE), check_vma=False)
 
 
 def _add_update_axis(metrics: Metrics) -> Metrics:
@@ -236,7 +240,7 @@ def update_programs(algorithm: Algorithm) -> UpdatePrograms:
 class ReplayPrograms(NamedTuple):
   """Compiled functions of a learner whose experience arrives at any time; both donate the state."""
 
-  # (state, experience of some groups, index of the first of them)
+  # (state, experience of some blocks, index of the first of them)
   #   -> (state, (valid rows, fingerprint of the experience))
   insert: Callable
   # (state, gradient steps, sum of valid rows, sum of fingerprints) -> (state, metrics)
@@ -247,7 +251,7 @@ class ReplayPrograms(NamedTuple):
 def replay_programs(source: FromReplay, mesh: Mesh) -> ReplayPrograms:
   """Compiles adding and learning as separate programs.
 
-  Every device of the mesh gets all experience, and keeps the part of its own groups.
+  Every device of the mesh gets all experience, and stores the rows of its own blocks.
 
   Args:
     source: functions of an update, seen from one device of the mesh.
@@ -256,17 +260,16 @@ def replay_programs(source: FromReplay, mesh: Mesh) -> ReplayPrograms:
   Returns:
     The programs of `ReplayPrograms`.
   """
-  groups = source.groups
+  blocks = source.blocks
+  specs = state_specs(source)
 
-  def insert_own(state: TrainState, experience: Experience, first_group: jax.Array):
-    chex.assert_rank(first_group, 0)
-    # Relative to the groups of this device; `insert` ignores groups outside of [0, local).
-    relative = first_group - lax.axis_index(AXIS) * groups.local
-    added = Groups(experience.reward.shape[1] // groups.envs, groups.envs)
+  def insert(state: TrainState, experience: Experience, first_block: jax.Array):
+    chex.assert_rank(first_block, 0)
+    added = Groups(experience.reward.shape[1] // blocks.envs, blocks.envs)
     state = source.observe(state, experience, added)
-    state, valid = source.insert(state, experience, relative)
-    batch = fingerprint(experience._replace(episodes=None), 1, first_group * groups.envs,
-                        groups.count * groups.envs)
+    state, valid = source.insert(state, experience, first_block + jnp.arange(added.count))
+    batch = fingerprint(experience._replace(episodes=None), 1, first_block * blocks.envs,
+                        blocks.count * blocks.envs)
     return state, (valid, batch)
 
   def learn(state: TrainState, count: jax.Array, valid: jax.Array, batch: jax.Array):
@@ -286,11 +289,11 @@ def replay_programs(source: FromReplay, mesh: Mesh) -> ReplayPrograms:
     return state, _add_update_axis(metrics)
 
   def compiled(function: Callable, replicated_args: int) -> Callable:
-    in_specs = (STATE, *[EVERYWHERE] * replicated_args)
-    sharded = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=(STATE, EVERYWHERE),
+    in_specs = (specs, *[EVERYWHERE] * replicated_args)
+    sharded = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=(specs, EVERYWHERE),
                             check_vma=False)
     # Without donation every call would copy the replay.
     return jax.jit(sharded, donate_argnums=0)
 
-  return ReplayPrograms(insert=compiled(insert_own, replicated_args=2),
+  return ReplayPrograms(insert=compiled(insert, replicated_args=2),
                         learn=compiled(learn, replicated_args=3))

@@ -9,7 +9,9 @@ import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
+from podracer_jit.numerics import indexing
 from podracer_jit.numerics.deterministic import AXIS, exact_sum, plain_sum
 
 
@@ -82,6 +84,47 @@ class Groups(NamedTuple):
     """Returns the sums of arrays [local, ...] over the groups of all devices, [...]."""
     chex.assert_tree_shape_prefix(tree, (self.local,))
     return (exact_sum if self.exact else plain_sum)(tree, self.mesh_size)
+
+  def local_index(self, number: jax.Array) -> jax.Array:
+    """Returns the indices on this device of groups, from their indices among all groups.
+
+    A group of another device gets the index `local`, which is out of range.
+    """
+    index = number - self._device() * self.local
+    return jnp.where((index >= 0) & (index < self.local), index, self.local)
+
+  def fetch(self, read: Callable, number: jax.Array, *args: jax.Array, axis: int = 0) -> Any:
+    """Reads rows of arrays whose groups are on any device.
+
+    Each device asks for rows of its own choice, and as many as the others. Every device reads what
+    all ask for, and each gets the rows of the owners. Bytes are moved, and never added.
+
+    Args:
+      read: (group [n], *args) -> pytree of arrays whose axis `axis` has one row for each group. The
+        groups are indices on the device; of one that is out of range, the row does not matter.
+      number: [n] i32, indices among all groups.
+      *args: i32 arrays.
+      axis: axis of the rows in the results.
+
+    Returns:
+      The pytree of `read`.
+    """
+    chex.assert_rank(number, 1)
+    chex.assert_type([number, *args], jnp.int32)
+    if self.mesh_size == 1:
+      return read(number, *args)
+    wanted, unravel = ravel_pytree((number, *args))
+    # Asked for by each device, [mesh_size, ...].
+    numbers, *args_of_all = jax.vmap(unravel)(lax.all_gather(wanted, AXIS))
+    rows = jax.vmap(read)(self.local_index(numbers), *args_of_all)
+    owner, _ = indexing.divide(number, self.local)
+
+    def pick(x):
+      # [owner, rows, ...]
+      x = jnp.moveaxis(lax.all_to_all(x, AXIS, split_axis=0, concat_axis=0), axis + 1, 1)
+      return jnp.moveaxis(indexing.read(x, owner, jnp.arange(len(number))), 0, axis)
+
+    return jax.tree.map(pick, rows)
 
   def total_of_integers(self, tree: Any) -> Any:
     """Returns the elementwise sums of integer arrays over all devices.

@@ -16,6 +16,9 @@ class ReplayOptions:
                          at_most=INT32_MAX)
   min_size: int = option(50_000, 'items in the replay before learning begins',
                          at_least=1, at_most=INT32_MAX)
+  copies: int = option(
+      1, 'times that each item is added, with priorities of their own; the capacity, min_size and '
+      'samples_per_insert count each', at_least=1, at_most=1024)
   batch_size: int = option(512, 'items of a gradient step', at_least=1, at_most=INT32_MAX)
   gradient_steps: int = option(
       1, 'gradient steps of an update; with free rates: between two additions to the replay',
@@ -30,6 +33,9 @@ class ReplayOptions:
       'priority^eviction_exponent', choices=('fifo', 'prioritised'))
   eviction_exponent: float = option(-0.4, 'exponent of priorities in prioritised eviction',
                                     at_least=-2, at_most=0)
+  evict_every: int = option(
+      0, '0: items beyond the capacity go as soon as others are added; n: all at once, each n '
+      'gradient steps', at_least=0, at_most=1_000_000)
   params_every: int = option(
       1, 'with free rates: rollouts that an actor makes with the same parameters', at_least=1,
       at_most=INT32_MAX)
@@ -39,6 +45,11 @@ class ReplayOptions:
   tolerance: int = option(
       0, 'with free rates: drawn items by which either side may be ahead of that rate',
       at_least=0, at_most=INT32_MAX)
+
+  @property
+  def spare_rollouts(self) -> int:
+    """Rollouts of all environments that may come between two evictions of `evict_every`."""
+    return -(-self.evict_every // self.gradient_steps)
 
   def problems(self) -> Iterator[str]:
     """Yields problems of the combination of options, one line each."""

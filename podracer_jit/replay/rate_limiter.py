@@ -31,6 +31,11 @@ class RateLimiter:
     self._ahead = 0.0
     self._ready = False
 
+  @property
+  def capacity(self) -> int:
+    """Rollouts that may wait to be added; while so many wait, actors wait, too."""
+    return self._capacity
+
   def wants(self) -> tuple[int, int]:
     """Returns the least and the largest number of rollouts that the learner takes now.
 

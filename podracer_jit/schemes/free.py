@@ -46,12 +46,12 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   """
   mesh = plan.place.mesh
   learner = plan.learner
-  group_envs = learner.source.groups.envs
+  block_envs = learner.source.blocks.envs
   first = number(start.state.target.gradient_steps)
   params = wiring.parameters(plan, actors, start, first)
   side_by_side = jax.jit(from_rollouts.concatenate)
   rate = learner.rate_limiter(plan.num_envs * learner.algorithm.parts.unroll_length, len(actors))
-  inbox = DrainQueue('rollouts', len(actors), rate.wants, lambda item: (
+  inbox = DrainQueue('rollouts', rate.capacity, rate.wants, lambda item: (
       item[0], placement.everywhere(side_by_side(item[1]), mesh)))
   nothing = placement.everywhere((jnp.int32(0), jnp.zeros(2, jnp.uint32)), mesh)
 
@@ -64,7 +64,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
 
     with jax.profiler.TraceAnnotation('add'):
       for first_env, new in (item.value for item in arrived.value):
-        state, counts = learner.programs.insert(state, new, np.int32(first_env // group_envs))
+        state, counts = learner.programs.insert(state, new, np.int32(first_env // block_envs))
         added = _sum(added, counts)
       if arrived.value:
         rate.count(number(added[0]), 0)
@@ -84,7 +84,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
     report = Versioned(Report(metrics, 1, (learner.mean_cgd(late),), (0.0,)), version)
     return State(state, carry.update + 1, version, late), [*[new_params] * len(params), report]
 
-  # The replay of a group must get the experience of its own environments, whenever it arrives.
+  # A block must get the experience of its own environments, whenever it arrives.
   def tagged(worker: Worker, first_env: int) -> Worker:
     """Returns an actor whose rollouts carry the index of its first environment."""
     def fire(state, params):

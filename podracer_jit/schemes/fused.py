@@ -54,13 +54,14 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   calls = min(plan.updates_per_call, start.updates)
   # The vector environments of each device are alike, so their program is the same.
   vector_envs = actor.rollout_program.vector_envs[:plan.num_shards // mesh.size]
-  parts = learner.algorithm.for_actors, plan.acting.rollout(vector_envs), learner.learn, calls
+  rollout = plan.acting.rollout(vector_envs)
   if mesh.size > 1:
-    fused = sharding.fused_program(*parts, mesh)
+    fused = sharding.fused_program(learner.source, rollout, calls, mesh)
     shapes = start.state
     actor_state = split(actor.state, mesh)
   else:
-    fused = sharding.make_fused(*parts, sent_by)
+    fused = sharding.make_fused(learner.algorithm.for_actors, rollout, learner.learn, calls,
+                                sent_by)
     # The program compiles while the first state is computed.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
                           shapes._replace(replay=learner.replay_shapes()))

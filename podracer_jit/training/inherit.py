@@ -123,7 +123,7 @@ def problem_of_shapes(run: build.Run, workdir: Path, update: int) -> str:
   """
   items = {'state': run.learner.state_shapes(), 'replay': run.learner.replay_shapes(),
            'envs': build.kept_env_shapes(run) if run.experiment.keeps_envs else None}
-  if not run.experiment.checkpoint.replay:
+  if not run.experiment.checkpoint.replay or checkpoints.has_replays_of_groups(workdir, update):
     items['replay'] = None
   for item, shapes in items.items():
     saved = checkpoints.saved_leaves(workdir, update, item)

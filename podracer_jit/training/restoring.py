@@ -53,7 +53,9 @@ def snapshot(run: build.Run, saved: Checkpoints, workdir: Path, of_run: record.R
     Broken: the contents have changed since the checkpoint was saved.
   """
   # The replay is restored into shapes: memory need not hold a second, empty replay.
-  like = run.initial_state()._replace(replay=run.learner.replay_shapes())
+  like = run.initial_state()
+  if not checkpoints.has_replays_of_groups(workdir, update):
+    like = like._replace(replay=run.learner.replay_shapes())
   state, meta = saved.restore(like, update, files_checked=True)
   experiment = run.experiment
   segment, first = checkpoints.segment_of(meta, update)
@@ -89,6 +91,8 @@ def renewal(run: build.Run, workdir: Path, update: int) -> str:
   """
   experiment = run.experiment
   meta = checkpoints.read_meta(workdir, update) or {}
+  if checkpoints.has_replays_of_groups(workdir, update):
+    return 'the replay of each gradient group was one of its own, and the one of all begins empty'
   if experiment.deterministic and not experiment.resumes_exactly:
     return 'checkpoint.replay = False'
   if checkpoints.segment_of(meta, update)[1] == update:

@@ -290,6 +290,15 @@ def _name_of(path: Any) -> str:
   return jax.tree_util.keystr(path, simple=True, separator='/')
 
 
+def has_replays_of_groups(workdir: Path, update: int) -> bool:
+  """Returns whether a checkpoint has a replay for each of several gradient groups.
+
+  They were so until version 0.8; now there is one for all.
+  """
+  size = saved_leaves(workdir, update, 'replay').get('size')
+  return size is not None and size.shape != (1,)
+
+
 def saved_leaves(workdir: Path, update: int, item: str = 'state') -> dict[str, Any]:
   """Returns the shapes and types of the arrays in a checkpoint, by name.
 

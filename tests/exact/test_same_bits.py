@@ -125,6 +125,20 @@ def rnd():
   return large('examples.rnd:RND', num_epochs=2, loss__embedding=16)
 
 
+def eight_groups(kind):
+  """Returns a config with more gradient groups than blocks, copies, and evictions all at once."""
+  fields = dict(env__num_envs=12, num_shards=4, num_grad_shards=8, replay__copies=3,
+                replay__evict_every=4)
+  if kind != 'r2d2':
+    fields['replay__capacity'] = 900
+  return changed(test_apex.config(kind), **fields)
+
+
+def has_evicted(state):
+  """Returns whether a replay of `eight_groups` has had more than it may keep."""
+  return state.replay.inserted[0] > 1500 and state.replay.size[0] < 1500
+
+
 # As the authors of PQN have it.
 PQN_CNN = dict(network__layer_norm=True, num_epochs=2)
 LAG_0 = (Way('fused', calls=2), Way('ppo'), Way('ddppo', **TWO), Way('dppo', **TWO))
@@ -240,6 +254,19 @@ ROWS = (
     Row('DQN, CNN, running moments of images', lambda: test_apex.config(
         'pixels', normalise__obs=True, env__stack_num=1), (),
         (Way('ddppo', **TWO), Way('fused', calls=3)), updates=8),
+    # The eight gradient groups of a batch share no environments, which have four blocks.
+    Row('DQN, MLP, 12 environments, 8 gradient groups, 3 copies', lambda: eight_groups('dqn'),
+        (Way('sync', **FOUR),), (Way('sync', (0,), (1, 2)), Way('fused', calls=3)), updates=8,
+        holds=has_evicted),
+    Row('DQN, MLP, 12 environments, 8 gradient groups, 3 copies', lambda: eight_groups('dqn'), (),
+        (Way('apex_lockstep'), Way('cleanba', (0, 1), (2, 3, 4, 5))), updates=8, holds=has_evicted,
+        **WITH_LAG_1),
+    Row('DPG, 12 environments, 8 gradient groups, 3 copies', lambda: eight_groups('dpg'),
+        (Way('sync', (0,), (1, 2)),), (Way('sync', **FOUR),), updates=8, holds=has_evicted),
+    Row('DQN, CNN, 12 environments, 8 gradient groups, 3 copies', lambda: eight_groups('pixels'),
+        (), (Way('sync', **FOUR), Way('sync', (0,), (1, 2))), updates=6, holds=has_evicted),
+    Row('R2D2, GRU, 12 environments, 8 gradient groups, 3 copies', lambda: eight_groups('r2d2'), (),
+        (Way('sync', **FOUR), Way('sync', (0,), (1, 2))), updates=8),
 )
 
 

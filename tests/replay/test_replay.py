@@ -21,6 +21,7 @@ from podracer_jit.losses import items
 from podracer_jit.losses.algorithm import ForActors
 from podracer_jit.losses.dqn import DQN
 from podracer_jit.losses.r2d2 import R2D2
+from podracer_jit.numerics.groups import Groups
 from podracer_jit.replay import buffer, tree
 from podracer_jit.types import Experience, Rollout
 from tests.actor.test_rollouts import concatenate
@@ -116,7 +117,7 @@ def test_a_million_changes_give_the_same_tree_as_one_put():
 
 
 class Sample(NamedTuple):
-  """Drawn transitions; leading axes [groups, count]."""
+  """Drawn transitions; leading axis [count]."""
 
   place: jax.Array
   probability: jax.Array
@@ -125,19 +126,21 @@ class Sample(NamedTuple):
 
 
 @functools.cache
-def make_replay(eviction, capacity, num_envs, steps, stack=1, exponent=0.6, n_step=N):
-  """Returns a replay whose functions are jitted; `sample` draws and reads in all groups."""
+def make_replay(eviction, capacity, num_envs, steps, stack=1, exponent=0.6, n_step=N, blocks=1,
+                copies=1, spare=0):
+  """Returns a replay of blocks of `num_envs` whose functions are jitted; `sample` draws and reads.
+  """
   kind = items.transitions(n_step, GAMMA)
-  replay = buffer.Replay(capacity, num_envs, steps, stack, kind, eviction, exponent, -0.4)
+  replay = buffer.Replay(capacity, Groups(blocks, num_envs), steps, stack, kind, eviction, exponent,
+                         -0.4, copies, spare)
 
-  def sample(state, keys, count):
-    place, probability = replay.draw(state, keys, count)
-    transition = jax.lax.map(lambda x: replay.read(state, *x), (jnp.arange(len(keys)), place))
-    return Sample(place, probability, transition, replay.added(state, place))
+  def sample(state, key, count):
+    place, probability = replay.draw(state, key, count)
+    return Sample(place, probability, replay.read(state, place), replay.added(state, place))
 
   return types.SimpleNamespace(
       init=replay.init, add=jax.jit(replay.add), sample=jax.jit(sample, static_argnums=2),
-      set_priorities=jax.jit(replay.set_priorities))
+      set_priorities=jax.jit(replay.set_priorities), evict=jax.jit(replay.evict), replay=replay)
 
 
 def synthetic_rows(rng, steps, num_envs, first):
@@ -168,8 +171,8 @@ def as_experience(rows, error, steps, n_step=N):
                             delayed_error, starts)), ())
 
 
-def stack_groups(*parts):
-  """Stacks the experience of several groups along a new first axis."""
+def stack_blocks(*parts):
+  """Stacks the experience of several blocks along a new first axis."""
   return jax.tree.map(lambda *x: np.stack(x), *(p._replace(episodes=()) for p in parts))
 
 
@@ -201,27 +204,31 @@ def complete_transitions(rows, error, first_row=0):
       for t, e in np.argwhere(rows.valid[:-N])}
 
 
-def keys(seed, groups=2):
-  return jax.random.split(jax.random.key(seed), groups)
+def keys(seed, count):
+  return jax.random.split(jax.random.key(seed), count)
+
+
+def key(seed):
+  return jax.random.key(seed)
 
 
 STEPS = 8
 ENVS = 4
-CAPACITY = 96
+CAPACITY = 2 * 96
 
 
 @functools.cache
 def filled(eviction, exponent=0.6):
-  """Returns a replay of two groups with room for all rows, its state, and the transitions."""
-  replay = make_replay(eviction, CAPACITY, ENVS, STEPS, exponent=exponent)
+  """Returns a replay of two blocks with room for all rows, its state, and the transitions."""
+  replay = make_replay(eviction, CAPACITY, ENVS, STEPS, exponent=exponent, blocks=2)
   rng = np.random.default_rng(0)
-  group_rows = [synthetic_rows(rng, 3 * STEPS, ENVS, first) for first in (0, 5000)]
-  parts = [list(as_experience(*rows, STEPS)) for rows in group_rows]
-  state = replay.init(2, parts[0][0])
+  block_rows = [synthetic_rows(rng, 3 * STEPS, ENVS, first) for first in (0, 5000)]
+  parts = [list(as_experience(*rows, STEPS)) for rows in block_rows]
+  state = replay.init(parts[0][0])
   for i, new in enumerate(zip(*parts, strict=True)):
-    state = replay.add(state, jnp.arange(2), stack_groups(*new), keys(i), jnp.int32(i))
-  transitions = [complete_transitions(*rows) for rows in group_rows]
-  assert_array_equal(state.size, [len(group) for group in transitions])
+    state = replay.add(state, jnp.arange(2), stack_blocks(*new), key(i), jnp.int32(i))
+  transitions = complete_transitions(*block_rows[0]) | complete_transitions(*block_rows[1])
+  assert_array_equal(state.size, [len(transitions)])
   return replay, state, transitions
 
 
@@ -240,40 +247,37 @@ def test_draws_are_in_proportion_to_the_power_of_the_td_error(eviction, exponent
   replay, state, transitions = filled(eviction, exponent)
   rng = np.random.default_rng(4)
   # Some transitions get a new priority, the others keep their first one.
-  updated = replay.sample(state, keys(5), 64)
-  new_errors = np.float32([rng.uniform(0.1, 5, 64), rng.uniform(0.1, 5, 64)])
+  updated = replay.sample(state, key(5), 128)
+  new_errors = np.float32(rng.uniform(0.1, 5, 128))
   state = replay.set_priorities(state, updated.place, new_errors)
-  drawn = jax.jit(jax.vmap(lambda keys: replay.sample(state, keys, 64)))(
-      jax.random.split(jax.random.key(1), (4000, 2)))
-  number, probability = (np.asarray(x).swapaxes(0, 1).reshape(2, -1) for x in (
+  drawn = jax.jit(jax.vmap(lambda key: replay.sample(state, key, 128)))(keys(1, 4000))
+  number, probability = (np.asarray(x).reshape(-1) for x in (
       drawn.transition.obs, drawn.probability))
-  for g in range(2):
-    numbers, error = np.array([[k, error] for k, (_, error, _) in transitions[g].items()]).T
-    index = np.searchsorted(numbers, updated.transition.obs[g, :, 0])
-    assert len(set(index)) < min(64, len(numbers))  # some were drawn twice
-    # The replay keeps the first of two new priorities. NumPy keeps the last: reverse the order.
-    error[index[::-1]] = new_errors[g, ::-1]
-    error += MIN_PRIORITY
-    which = np.searchsorted(numbers, number[g])
-    assert_array_equal(numbers[which], number[g])  # only complete transitions were drawn
-    mass = error**exponent
-    assert_allclose(probability[g], (mass / np.sum(mass))[which], rtol=1e-5)
-    counts = np.bincount(which, minlength=len(numbers))
-    assert chi_square(counts, mass) > 1e-3
-    assert max(chi_square(counts, mass * error**wrong) for wrong in (-0.1, 0.1)) < 1e-12
+  numbers, error = np.array([[k, error] for k, (_, error, _) in sorted(transitions.items())]).T
+  index = np.searchsorted(numbers, updated.transition.obs[:, 0])
+  assert len(set(index)) < min(128, len(numbers))  # some were drawn twice
+  # The replay keeps the first of two new priorities. NumPy keeps the last: reverse the order.
+  error[index[::-1]] = new_errors[::-1]
+  error += MIN_PRIORITY
+  which = np.searchsorted(numbers, number)
+  assert_array_equal(numbers[which], number)  # only complete transitions were drawn
+  mass = error**exponent
+  assert_allclose(probability, (mass / np.sum(mass))[which], rtol=1e-5)
+  counts = np.bincount(which, minlength=len(numbers))
+  assert chi_square(counts, mass) > 1e-3
+  assert max(chi_square(counts, mass * error**wrong) for wrong in (-0.1, 0.1)) < 1e-12
 
 
 @pytest.mark.quick
 def test_a_draw_takes_one_from_each_part_of_the_sum():
   replay, state, _ = filled('fifo')
-  place = np.asarray(replay.sample(state, keys(3), 64).place)
-  for g in range(2):
-    ends = np.cumsum(np.asarray(state.priorities[0][g], np.float64))
-    ends /= ends[-1]
-    begins = np.concatenate([[0], ends[:-1]])
-    part = np.arange(64)
-    assert (np.diff(place[g]) >= 0).all() and (ends[place[g]] > part / 64 - 1e-5).all()
-    assert (begins[place[g]] < (part + 1) / 64 + 1e-5).all()
+  place = np.asarray(replay.sample(state, key(3), 64).place)
+  ends = np.cumsum(np.asarray(state.priorities[0][0], np.float64))
+  ends /= ends[-1]
+  begins = np.concatenate([[0], ends[:-1]])
+  part = np.arange(64)
+  assert (np.diff(place) >= 0).all() and (ends[place] > part / 64 - 1e-5).all()
+  assert (begins[place] < (part + 1) / 64 + 1e-5).all()
 
 
 def test_small_leaves_of_a_large_tree_are_drawn_evenly():
@@ -294,29 +298,59 @@ def test_small_leaves_of_a_large_tree_are_drawn_evenly():
   assert chi_square(counts[:4096], np.ones(4096)) < 1e-12
 
 
-# Groups.
+# Blocks.
 
 
 @pytest.mark.parametrize('eviction', ['fifo', 'prioritised'])
-def test_an_addition_to_some_groups_equals_separate_additions_and_leaves_the_others(eviction):
+def test_an_addition_to_some_blocks_leaves_the_rows_of_the_others(eviction):
   replay, state, _ = filled(eviction)
   rng = np.random.default_rng(1)
   parts = [list(as_experience(*synthetic_rows(rng, 10 * STEPS, ENVS, first), STEPS))
            for first in (10000, 15000)]
-  def add(state, groups, i, new):
-    return replay.add(state, jnp.array(groups), stack_groups(*new), keys(i), jnp.int32(i))
+  def add(state, blocks, i, new):
+    return replay.add(state, jnp.array(blocks), stack_blocks(*new), key(i), jnp.int32(i))
 
-  one_by_one = state
+  one_by_one = other_order = state
   for i, new in enumerate(zip(*parts, strict=True)):
     state = add(state, [1, 0], i, new)
+    other_order = add(other_order, [0, 1], i, new[::-1])
     before = one_by_one
-    one_by_one = add(before, [2, 0], i, new)  # group 2 does not exist
-    jax.tree.map(lambda a, b: assert_array_equal(a[1], b[1]), before, one_by_one)
+    one_by_one = add(before, [0], i, new[1:])
+    jax.tree.map(lambda a, b: assert_array_equal(a[1], b[1]), before.ring, one_by_one.ring)
     before = one_by_one
-    one_by_one = add(before, [1, 2], i, new)
-    jax.tree.map(lambda a, b: assert_array_equal(a[0], b[0]), before, one_by_one)
-  jax.tree.map(assert_array_equal, state, one_by_one)
-  assert (np.asarray(state.inserted) > 2 * CAPACITY).all()
+    one_by_one = add(before, [1], i, new[:1])
+    jax.tree.map(lambda a, b: assert_array_equal(a[0], b[0]), before.ring, one_by_one.ring)
+  jax.tree.map(assert_array_equal, state.ring, one_by_one.ring)
+  jax.tree.map(assert_array_equal, state.ring, other_order.ring)
+  if eviction == 'fifo':
+    jax.tree.map(assert_array_equal, state, one_by_one)
+    jax.tree.map(assert_array_equal, state, other_order)
+  assert state.inserted[0] == one_by_one.inserted[0] > 2 * CAPACITY
+
+
+@pytest.mark.parametrize('eviction', ['fifo', 'prioritised'])
+def test_neither_draws_nor_items_depend_on_the_blocks(eviction):
+  """Six environments as one, two and three blocks; the tree is the same, and what it draws."""
+  rng = np.random.default_rng(9)
+  rows, error = synthetic_rows(rng, 12 * STEPS, 6, 0)
+  results = []
+  for blocks in (1, 2, 3):
+    width = 6 // blocks
+    replay = make_replay(eviction, 150, width, STEPS, blocks=blocks)
+    parts = []
+    for first in range(0, 6, width):
+      of_block = jax.tree.map(lambda x, f=first, w=width: x[:, f:f + w], (rows, error))
+      parts.append(list(as_experience(*of_block, STEPS)))
+    state = replay.init(parts[0][0])
+    drawn = []
+    for i, new in enumerate(zip(*parts, strict=True)):
+      state = replay.add(state, jnp.arange(blocks), stack_blocks(*new), key(i), jnp.int32(i))
+      sample = replay.sample(state, key(i), 16)
+      state = replay.set_priorities(state, sample.place, np.linspace(i, 1, 16, dtype=np.float32))
+      drawn.append(sample)
+    results.append(jax.tree.map(np.asarray, (drawn, state.priorities, state.size, state.inserted)))
+  for other in results[1:]:
+    jax.tree.map(assert_array_equal, results[0], other)
 
 
 # Slots.
@@ -328,75 +362,76 @@ def test_a_count_of_items_stays_large_beyond_32_bits():
   rng = np.random.default_rng(1)
   parts = [list(as_experience(*synthetic_rows(rng, 3 * STEPS, ENVS, first), STEPS))
            for first in (10000, 15000)]
-  state = state._replace(inserted=jnp.full(2, 2**31 - 5, jnp.int32))
+  state = state._replace(inserted=jnp.full(1, 2**31 - 5, jnp.int32))
   counts = []
   for i, new in enumerate(zip(*parts, strict=True)):
-    state = replay.add(state, jnp.arange(2), stack_groups(*new), keys(i), jnp.int32(i))
-    counts.append(np.asarray(state.inserted))
-  assert np.min(counts) >= 2**30 and len(np.unique(np.array(counts)[:, 0])) == len(counts)
+    state = replay.add(state, jnp.arange(2), stack_blocks(*new), key(i), jnp.int32(i))
+    counts.append(int(state.inserted[0]))
+  assert min(counts) >= 2**30 and len(set(counts)) == len(counts)
 
 
-def check_slots(state, g, transitions, errors, capacity):
-  """Checks the slots of group g; returns the numbers of their observations."""
-  used = np.asarray(state.slots.eviction[0][g, :state.slots.free.shape[1]]) > 0
-  room = int(state.slots.room[g])
-  free = np.asarray(state.slots.free[g, :room])
+def check_slots(state, transitions, errors, capacity):
+  """Checks the slots; returns the numbers of their observations."""
+  used = np.asarray(state.slots.eviction[0][0, :state.slots.free.shape[1]]) > 0
+  room = int(state.slots.room[0])
+  free = np.asarray(state.slots.free[0, :room])
   assert sorted([*free, *np.flatnonzero(used)]) == list(range(len(used)))
-  assert int(state.size[g]) == used.sum() <= capacity
-  stored = jax.tree.map(lambda x: np.asarray(x[g])[used], state.slots.transitions)
+  assert int(state.size[0]) == used.sum() <= capacity
+  stored = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:])[:len(used)][used],
+                        state.slots.transitions)
   numbers = stored.obs[:, 0].astype(int)
   expected = [transitions[k] for k in numbers]
   assert_array_equal(stored.action, [transition[1] for transition, *_ in expected])
   assert_allclose(stored.reward, [transition[2] for transition, *_ in expected], atol=1e-6)
   assert_allclose(stored.discount, [transition[3] for transition, *_ in expected], rtol=1e-6)
   assert_array_equal(stored.next_obs, [transition[4] for transition, *_ in expected])
-  assert_array_equal(np.asarray(state.slots.added[g])[used], [row // 4 for *_, row in expected])
+  assert_array_equal(np.asarray(state.slots.added[0])[used], [row // 4 for *_, row in expected])
   error = np.array([errors[k] for k in numbers], np.float64) + MIN_PRIORITY
   for levels, exponent in ((state.priorities, 0.6), (state.slots.eviction, -0.4)):
-    assert_allclose(np.asarray(levels[0][g, :len(used)])[used], error**exponent, rtol=1e-5)
-    assert not np.asarray(levels[0][g, :len(used)])[~used].any()
+    assert_allclose(np.asarray(levels[0][0, :len(used)])[used], error**exponent, rtol=1e-5)
+    assert not np.asarray(levels[0][0, :len(used)])[~used].any()
   assert len(set(numbers)) == len(numbers)
   return set(numbers)
 
 
 @pytest.mark.full
 def test_slots_stay_consistent_over_two_hundred_additions_and_evictions():
-  capacity = 50
+  capacity = 100
   rng = np.random.default_rng(2)
-  replay = make_replay('prioritised', capacity, 2, 4)
-  # Each group has two runs of 400 rows; the environments start anew in between.
-  runs = [[synthetic_rows(rng, 400, 2, first + g) for first in (0, 1000)] for g in (0, 5000)]
+  replay = make_replay('prioritised', capacity, 2, 4, blocks=2)
+  # Each block has two runs of 400 rows; the environments start anew in between.
+  runs = [[synthetic_rows(rng, 400, 2, first + b) for first in (0, 1000)] for b in (0, 5000)]
   parts = [[*as_experience(*first, 4), *as_experience(*second, 4)] for first, second in runs]
-  transitions = [complete_transitions(*first) | complete_transitions(*second, first_row=400)
-                 for first, second in runs]
-  errors = [{k: error for k, (_, error, _) in group.items()} for group in transitions]
-  state = replay.init(2, parts[0][0])
-  stored = [set(), set()]
-  inserted = [set(), set()]
+  transitions = {}
+  for first, second in runs:
+    transitions |= complete_transitions(*first) | complete_transitions(*second, first_row=400)
+  errors = {k: error for k, (_, error, _) in transitions.items()}
+  state = replay.init(parts[0][0])
+  stored = set()
+  inserted = set()
   for i, new in enumerate(zip(*parts, strict=True)):
-    state = replay.add(state, jnp.array([1, 0]), stack_groups(*new[::-1]), keys(i), jnp.int32(i))
-    for g in range(2):
-      arrived = {k for k, (*_, row) in transitions[g].items() if 4 * i <= row + N < 4 * i + 4}
-      inserted[g] |= arrived
-      candidates = stored[g] | arrived
-      stored[g] = check_slots(state, g, transitions[g], errors[g], capacity)
-      assert stored[g] <= candidates and len(stored[g]) == min(capacity, len(candidates))
+    state = replay.add(state, jnp.array([1, 0]), stack_blocks(*new[::-1]), key(i), jnp.int32(i))
+    arrived = {k for k, (*_, row) in transitions.items() if 4 * i <= row + N < 4 * i + 4}
+    inserted |= arrived
+    candidates = stored | arrived
+    stored = check_slots(state, transitions, errors, capacity)
+    assert stored <= candidates and len(stored) == min(capacity, len(candidates))
     if i % 10 == 9:
-      updated = replay.sample(state, keys(1000 + i), 16)
-      error = np.float32([0.1 * np.arange(16)] * 2)
+      updated = replay.sample(state, key(1000 + i), 32)
+      error = np.float32(0.1 * np.arange(32))
       state = replay.set_priorities(state, updated.place, error)
-      for g in range(2):  # the replay keeps the first of two new priorities, a dict the last
-        numbers = np.asarray(updated.transition.obs[g, ::-1, 0]).astype(int)
-        errors[g] |= dict(zip(numbers, error[g, ::-1], strict=True))
-        check_slots(state, g, transitions[g], errors[g], capacity)
-  assert_array_equal(state.inserted, [len(numbers) for numbers in inserted])
-  assert min(len(numbers) for numbers in inserted) > 10 * capacity
+      # The replay keeps the first of two new priorities, a dict the last.
+      numbers = np.asarray(updated.transition.obs[::-1, 0]).astype(int)
+      errors |= dict(zip(numbers, error[::-1], strict=True))
+      check_slots(state, transitions, errors, capacity)
+  assert_array_equal(state.inserted, [len(inserted)])
+  assert len(inserted) > 10 * capacity
 
 
 def count_evictions(replay, state, new):
   """Adds `new` with 4000 keys; returns how often each number of an observation was evicted."""
   def kept_numbers(key):
-    slots = replay.add(state, jnp.arange(1), stack_groups(new), key[None], jnp.int32(0)).slots
+    slots = replay.add(state, jnp.arange(1), stack_blocks(new), key, jnp.int32(0)).slots
     used = slots.eviction[0][0, :slots.free.shape[1]] > 0
     return jnp.where(used, slots.transitions.obs[0, :, 0], -1.0)
   numbers = jax.jit(lambda keys: jax.lax.map(kept_numbers, keys))(keys(4, 4000))
@@ -405,7 +440,7 @@ def count_evictions(replay, state, new):
 
 
 def full_replay(capacity, num_envs, steps, adds, n_step):
-  """Fills a prioritised replay of one group with valid rows.
+  """Fills a prioritised replay with valid rows.
 
   Returns:
     The replay, its state after `adds` additions, the next experience, and all priorities.
@@ -414,9 +449,9 @@ def full_replay(capacity, num_envs, steps, adds, n_step):
   rows, error = synthetic_rows(np.random.default_rng(3), steps * (adds + 1), num_envs, 0)
   rows = rows._replace(valid=np.ones_like(rows.valid))
   parts = list(as_experience(rows, error, steps, n_step))
-  state = replay.init(1, parts[0])
+  state = replay.init(parts[0])
   for part in parts[:-1]:
-    state = replay.add(state, jnp.arange(1), stack_groups(part), keys(0, 1), jnp.int32(0))
+    state = replay.add(state, jnp.arange(1), stack_blocks(part), key(0), jnp.int32(0))
   return replay, state, parts[-1], error.reshape(-1) + MIN_PRIORITY
 
 
@@ -444,6 +479,160 @@ def test_several_evictions_depend_on_the_td_error_and_not_on_the_slot():
   columns = np.stack([np.ones(50), np.log(error[number]), used / 58], axis=1)
   exponent, by_slot = np.linalg.lstsq(columns, np.log(counts[number]))[0][1:]
   assert abs(exponent + 0.4) < 0.05 and abs(by_slot) < 0.2
+
+
+# Copies, and evictions all at once.
+
+
+def steady(seed, num_envs=2, rollouts_count=30, blocks=1):
+  """Returns the experience [blocks, T, B] of each rollout, all rows valid, and all TD errors."""
+  rng = np.random.default_rng(seed)
+  of_blocks = []
+  for block in range(blocks):
+    rows, error = synthetic_rows(rng, STEPS * rollouts_count, num_envs, 5000 * block)
+    rows = rows._replace(valid=np.ones_like(rows.valid))
+    of_blocks.append((list(as_experience(rows, error, STEPS)), error))
+  parts = zip(*(parts for parts, _ in of_blocks), strict=True)
+  return [stack_blocks(*part) for part in parts], [error for _, error in of_blocks]
+
+
+def drawable(replay, state):
+  """Returns how often each observation can be drawn, and the weights of its places, in order."""
+  leaves = np.asarray(state.priorities[0][0])
+  place = np.flatnonzero(leaves).astype(np.int32)
+  obs = np.asarray(jax.jit(replay.replay.read)(state, place).obs)[:, 0].astype(int)
+  weights = {}
+  for number, at in zip(obs, place, strict=True):
+    weights.setdefault(number, []).append(leaves[at])
+  assert int(state.size[0]) == len(place)
+  return weights
+
+
+@pytest.mark.parametrize('eviction', ['fifo', 'prioritised'])
+def test_each_copy_has_a_priority_of_its_own(eviction):
+  """All copies begin with the same priority (1803.00933, appendix A); draws change one of them."""
+  copies = 3
+  replay = make_replay(eviction, 5000, 2, STEPS, copies=copies)
+  experience, (error,) = steady(0, rollouts_count=3)
+  state = replay.init(jax.tree.map(lambda x: x[0], experience[0]))
+  for i, new in enumerate(experience):
+    state = replay.add(state, jnp.arange(1), new, key(i), jnp.int32(i))
+  complete = 2 * (3 * STEPS - N)
+  assert state.size[0] == state.inserted[0] == copies * complete
+  weights = drawable(replay, state)
+  first = {n: (error.reshape(-1)[n] + MIN_PRIORITY) ** 0.6 for n in weights}
+  assert len(weights) == complete
+  for number, each in weights.items():
+    assert_allclose(each, [first[number]] * copies, rtol=1e-5)
+
+  sample = replay.sample(state, key(9), 16)
+  state = replay.set_priorities(state, sample.place, np.full(16, 7.0, np.float32))
+  changed = np.unique(sample.place)
+  after = drawable(replay, state)
+  new = np.float32((7 + MIN_PRIORITY) ** 0.6)
+  assert sum(np.isclose(each, new).sum() for each in after.values()) == len(changed)
+  # Somewhere one copy has changed and another has not.
+  assert any(0 < np.isclose(each, new).sum() < copies for each in after.values())
+  for number, each in after.items():
+    assert len(each) == copies
+    assert all(np.isclose(w, new) or np.isclose(w, first[number], rtol=1e-5) for w in each)
+
+
+@pytest.mark.parametrize('eviction', ['fifo', 'prioritised'])
+def test_copies_count_as_items_of_the_capacity(eviction):
+  """So the contents are replaced `copies` times as fast, as by so many times the actors."""
+  replay = make_replay(eviction, 120, 2, STEPS, copies=3)
+  experience, _ = steady(1)
+  state = replay.init(jax.tree.map(lambda x: x[0], experience[0]))
+  for i, new in enumerate(experience):
+    state = replay.add(state, jnp.arange(1), new, key(i), jnp.int32(i))
+  weights = drawable(replay, state)
+  assert state.size[0] == 120 and sum(map(len, weights.values())) == 120
+  if eviction == 'fifo':
+    last = 2 * (STEPS * 30 - N)  # number of the first observation of no complete transition
+    assert sorted(weights) == list(range(last - 40, last))
+    assert all(len(each) == 3 for each in weights.values())
+    # Frames are stored once, and places three times.
+    assert replay.replay.rows == make_replay('fifo', 40, 2, STEPS).replay.rows
+
+
+@pytest.mark.parametrize('blocks', [1, 2])
+def test_the_oldest_items_go_all_at_once(blocks):
+  """Without an eviction nothing goes while there is room; after it, what is left is what a ring
+  has that evicts at once. Beyond the room the oldest go with each addition.
+  """
+  capacity, spare = 80, 3
+  soft = make_replay('fifo', capacity, 4 // blocks, STEPS, blocks=blocks, spare=spare)
+  hard = make_replay('fifo', capacity, 4 // blocks, STEPS, blocks=blocks)
+  experience, _ = steady(2, 4 // blocks, 20, blocks)
+  like = jax.tree.map(lambda x: x[0], experience[0])
+  state, expected = soft.init(like), hard.init(like)
+  sizes = []
+  for i, new in enumerate(experience):
+    state, expected = (replay.add(each, jnp.arange(blocks), new, key(i), jnp.int32(i))
+                       for replay, each in ((soft, state), (hard, expected)))
+    unchanged = soft.evict(state, key(0), jnp.bool_(False))
+    jax.tree.map(assert_array_equal, unchanged, state)
+    sizes.append(int(state.size[0]))
+    if i in (3, 6, 9, 15):
+      state = soft.evict(state, key(0), jnp.bool_(True))
+      jax.tree.map(assert_array_equal, drawable(soft, state), drawable(hard, expected))
+      assert state.size[0] == expected.size[0] <= capacity
+      sizes.append(int(state.size[0]))
+  a_rollout = 4 * STEPS
+  assert sizes[5:10] == [capacity + a_rollout, capacity + 2 * a_rollout, capacity + 3 * a_rollout,
+                         capacity, capacity + a_rollout]
+  assert max(sizes) == capacity + spare * a_rollout  # also where more rollouts come between
+
+
+def test_prioritised_items_go_all_at_once():
+  capacity, spare = 80, 2
+  replay = make_replay('prioritised', capacity, 4, STEPS, spare=spare)
+  experience, _ = steady(3, 4, 12)
+  state = replay.init(jax.tree.map(lambda x: x[0], experience[0]))
+  a_rollout = 4 * STEPS
+  for i, new in enumerate(experience):
+    before = int(state.size[0])
+    state = replay.add(state, jnp.arange(1), new, key(i), jnp.int32(i))
+    assert state.size[0] == min(before + a_rollout - (4 * N if i == 0 else 0),
+                                capacity + spare * a_rollout)
+    jax.tree.map(assert_array_equal, replay.evict(state, key(i), jnp.bool_(False)), state)
+    if i % 4 == 3:
+      kept = drawable(replay, state)
+      state = replay.evict(state, key(i), jnp.bool_(True))
+      assert state.size[0] == capacity and set(drawable(replay, state)) <= set(kept)
+  check = np.asarray(state.slots.free[0, :int(state.slots.room[0])])
+  assert len(set(check)) == len(check) == state.slots.free.shape[1] - capacity
+
+
+def test_one_surprising_transition_of_one_block_of_four_fills_a_batch():
+  """The distribution is over the whole replay, so a block has no share of its own."""
+  replay = make_replay('fifo', 400, 2, STEPS, blocks=4)
+  experience, errors = steady(4, 2, 5, blocks=4)
+  state = replay.init(jax.tree.map(lambda x: x[0], experience[0]))
+  for i, new in enumerate(experience):
+    state = replay.add(state, jnp.arange(4), new, key(i), jnp.int32(i))
+  numbers = np.array(sorted(drawable(replay, state)))
+  mass = np.concatenate([error[:-N].reshape(-1) for error in errors]).astype(np.float64)
+  assert len(numbers) == len(mass)
+  mass = (mass + MIN_PRIORITY) ** 0.6
+  # Of the third block. NumPy's frequencies are those of one multinomial over everything.
+  surprising = int(np.flatnonzero(numbers >= 10000)[7])
+  place = np.flatnonzero(np.asarray(state.priorities[0][0])).astype(np.int32)
+  obs = np.asarray(jax.jit(replay.replay.read)(state, place).obs)[:, 0].astype(int)
+  for error, filled_share in ((30.0, None), (1e12, 1.0)):
+    at = place[obs == numbers[surprising]]
+    state = replay.set_priorities(state, at, np.float32([error]))
+    mass[surprising] = (error + MIN_PRIORITY) ** 0.6
+    drawn = jax.jit(jax.vmap(lambda key, state=state: replay.sample(state, key, 32)))(
+        keys(2, 1000))
+    index = np.searchsorted(numbers, np.asarray(drawn.transition.obs).reshape(-1))
+    share = np.mean(index == surprising)
+    if filled_share:
+      assert (np.asarray(drawn.place) == at).all(axis=1).mean() > 0.99
+    else:
+      assert share == pytest.approx(mass[surprising] / mass.sum(), rel=0.1)
+      assert chi_square(np.bincount(index, minlength=len(numbers)), mass) > 1e-3
 
 
 # The ring, with experience from EnvPool.
@@ -475,7 +664,7 @@ def played(task):
   algorithm = bound(DQN(n_step=N, discount=GAMMA), Function(q_values, weights), spec=spec)
   exploration = np.tile(np.linspace(0.4, 1.0, 5, dtype=np.float32), 2)
   state = priorities.initial_state(rollouts.initial_state(
-      algorithm, shards, list(keys(7)), exploration=exploration), algorithm)
+      algorithm, shards, list(keys(7, 2)), exploration=exploration), algorithm)
   rollout = rollouts.make_rollout(algorithm, shards, 20)
 
   def rollouts_and_experience(given, state):
@@ -533,41 +722,48 @@ def sorted_transitions(obs, action, reward, discount, next_obs, added):
                  round(float(discount[i]), 4), float(reward[i])) for i in range(len(obs)))
 
 
-@pytest.mark.parametrize('capacity', essential([123, 700], 123))
+@pytest.mark.parametrize('capacity', essential([246, 1400], 246))
 def test_the_ring_stores_the_newest_transitions_of_envpool(capacity):
-  """With exponent 0 and three times as many draws as transitions, every transition is drawn."""
-  rows = -(-capacity // 5)
-  replay = make_replay('fifo', capacity, 5, 20, stack=4, exponent=0.0)
+  """With exponent 0 and three times as many draws as transitions, every transition is drawn.
+
+  A task is a block of five environments.
+  """
+  rows = -(-capacity // 10)
+  replay = make_replay('fifo', capacity, 5, 20, stack=4, exponent=0.0, blocks=2)
   experience = [[e for shard in played(task)[1] for _, e in shard] for task in PLAYED]
-  state = replay.init(2, experience[0][0])
-  transitions = []  # of each group: (row, number of the addition, transition)
+  state = replay.init(experience[0][0])
+  transitions = []  # of each block: (row, number of the addition, transition)
   for task in PLAYED:
     shards = [concatenate([rollout for rollout, _ in shard]) for shard in played(task)[1]]
     transitions.append([
         (s * 201 + t, s * 10 + t // 20, expected_transition(shards[s], t, e)) for s in range(2)
         for t, e in np.argwhere(shards[s].valid[:-N])])
-  turns = [[], []]  # of each group: the turn of each addition
+  turns = [[], []]  # of each block: the turn of each addition
   for turn in range(20):
-    adds = [True, turn != 4]  # group 1 misses one turn
-    for g in range(2):
-      turns[g] += [turn] * adds[g]
-    new = stack_groups(*(experience[g][len(turns[g]) - 1] for g in (1, 0)))
-    state = replay.add(state, jnp.array([1 if adds[1] else 2, 0]), new, keys(turn),
-                       jnp.int32(turn))
-    drawn = jax.tree.map(np.asarray, replay.sample(state, keys(turn), 3 * rows * 5))
-    for g in range(2):
-      count = len(turns[g])
+    new = [0, 1] if turn % 2 else [1, 0]
+    if turn == 4:
+      new = [0]  # block 1 misses a turn, as if its actor were slow
+    for b in new:
+      turns[b].append(turn)
+    state = replay.add(
+        state, jnp.array(new), stack_blocks(*(experience[b][len(turns[b]) - 1] for b in new)),
+        key(turn), jnp.int32(turn))
+    drawn = jax.tree.map(np.asarray, replay.sample(state, key(turn), 3 * rows * 10))
+    expected = []
+    inserted = 0
+    for b in range(2):
+      count = len(turns[b])
       newest_row = (count - 1) // 10 * 201 + ((count - 1) % 10 + 1) * 20
-      complete = [k for k in transitions[g] if k[0] + N < newest_row]
-      stored = [k for k in complete if k[0] >= newest_row - N - rows]
-      assert (state.size[g], state.inserted[g]) == (len(stored), len(complete))
-      first = np.unique(drawn.place[g], return_index=True)[1]
-      actual = sorted_transitions(*(x[g, first] for x in (*drawn.transition, drawn.added)))
-      expected = sorted_transitions(*zip(*(
-          (*transition[:5], turns[g][addition]) for _, addition, transition in stored),
-          strict=True))
-      assert [x[:5] for x in actual] == [x[:5] for x in expected]
-      assert_allclose([x[5] for x in actual], [x[5] for x in expected], atol=1e-6)
+      complete = [k for k in transitions[b] if k[0] + N < newest_row]
+      inserted += len(complete)
+      expected += [(*transition[:5], turns[b][addition]) for row, addition, transition in complete
+                   if row >= newest_row - N - rows]
+    assert (state.size[0], state.inserted[0]) == (len(expected), inserted)
+    first = np.unique(drawn.place, return_index=True)[1]
+    actual = sorted_transitions(*(x[first] for x in (*drawn.transition, drawn.added)))
+    expected = sorted_transitions(*zip(*expected, strict=True))
+    assert [x[:5] for x in actual] == [x[:5] for x in expected]
+    assert_allclose([x[5] for x in actual], [x[5] for x in expected], atol=1e-6)
 
 
 def test_an_item_of_several_rows_has_all_their_observations():
@@ -576,12 +772,12 @@ def test_an_item_of_several_rows_has_all_their_observations():
   rows = concatenate([rollout for rollout, _ in shard])
   kind = items.Items(N, 1, lambda window: (window.rows(), frames.stacks(window.all_obs())),
                      network_rows=N + 1)
-  replay = buffer.Replay(2000, 5, 20, 4, kind, 'fifo', 0.0, 0.0)
-  state = replay.init(1, shard[0][1])
+  replay = buffer.Replay(2000, Groups(1, 5), 20, 4, kind, 'fifo', 0.0, 0.0)
+  state = replay.init(shard[0][1])
   for i, (_, experience) in enumerate(shard):
-    state = jax.jit(replay.add)(state, jnp.arange(1), stack_groups(experience), keys(i, 1), 0)
-  place = jax.jit(replay.draw, static_argnums=2)(state, keys(0, 1), 200)[0][0]
-  stored, obs = jax.jit(replay.read)(state, jnp.int32(0), place)
+    state = jax.jit(replay.add)(state, jnp.arange(1), stack_blocks(experience), key(i), 0)
+  place = jax.jit(replay.draw, static_argnums=2)(state, key(0), 200)[0]
+  stored, obs = jax.jit(replay.read)(state, place)
   t, e = np.array([divmod(int(x), 5) for x in place]).T
   t = t - 1 + np.arange(N + 1)[:, None]  # row 0 of the ring is empty
   assert_array_equal(obs, rows.obs[t, e])
@@ -635,7 +831,7 @@ def test_the_ring_gives_sequences_whose_rows_are_of_several_rollouts(period):
                     torso_options=TorsoOptions('gru', 2), unroll_length=ROWS)
   kind = algorithm.items()
   assert (kind.length, kind.period) == (10, ROWS * period)
-  replay = buffer.Replay(capacity, num_envs, ROWS, 1, kind, 'fifo', 1.0, 0.0)
+  replay = buffer.Replay(capacity, Groups(1, num_envs), ROWS, 1, kind, 'fifo', 1.0, 0.0)
   ring_rows = replay.rows
   assert ring_rows == {1: 24 + 12, 2: 48 + 12}[period]  # 11 rows more, in whole rollouts
   add, read = jax.jit(replay.add), jax.jit(replay.read)
@@ -660,7 +856,7 @@ def test_the_ring_gives_sequences_whose_rows_are_of_several_rollouts(period):
     return priorities.initial_state(rollouts.ActorState(0, (env,)), algorithm).envs[0]
 
   rng = np.random.default_rng(5)
-  state = replay.init(1, like)
+  state = replay.init(like)
   head = 0  # row of the ring, not modulo its size
   stored = {}  # (row of the ring, environment) -> (rows of the segment, row in it, priority)
   inserted = 0
@@ -671,14 +867,14 @@ def test_the_ring_gives_sequences_whose_rows_are_of_several_rollouts(period):
     for i, part in enumerate(parts):
       if (number, i) == (3, 6):  # environments go on with an empty replay
         env, state, stored, inserted, head = (
-            priorities.forget(env), replay.init(1, like), {}, 0, 0)
+            priorities.forget(env), replay.init(like), {}, 0, 0)
         first = i
       first = 0 if i == 0 else first
       env, experience = acted(env, part)
       began = i == 0
       start = head + ROWS if began else head
       head = start + ROWS
-      state = add(state, jnp.arange(1), stack_groups(experience), keys(number, 1), jnp.int32(i))
+      state = add(state, jnp.arange(1), stack_blocks(experience), key(number), jnp.int32(i))
 
       # The sequence whose row 10 is in this rollout.
       begin = i - 2
@@ -699,7 +895,7 @@ def test_the_ring_gives_sequences_whose_rows_are_of_several_rollouts(period):
       place = np.array(sorted(expected), np.int32)
       if not len(place):
         continue
-      found = jax.tree.map(np.asarray, read(state, jnp.int32(0), place))
+      found = jax.tree.map(np.asarray, read(state, place))
       for n, (e, of_rows, t, of_priority) in enumerate(expected[k] for k in place):
         for name in ('action', 'reward', 'terminated', 'truncated', 'valid'):
           assert_array_equal(getattr(found, name)[:, n], getattr(of_rows, name)[t:t + 10, e])
@@ -716,6 +912,6 @@ def test_a_transition_of_atari_takes_little_more_memory_than_a_frame():
   replay = make_replay('fifo', 2_000_000, 360, 50, stack=4)
   spec = SPEC._replace(obs_shape=(4, 84, 84), obs_dtype=np.dtype(np.uint8), num_actions=18, stack=4)
   like = priorities.shapes(bound(DQN(), spec=spec), 360)
-  state = jax.eval_shape(lambda: replay.init(1, like))
+  state = jax.eval_shape(lambda: replay.init(like))
   size = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
   assert 84 * 84 < size / 2_000_000 <= 7300

@@ -21,7 +21,7 @@ from podracer_jit.learner.from_replay import FromReplay
 from podracer_jit.losses.algorithm import Aux
 from podracer_jit.numerics.groups import Groups
 from podracer_jit.play import evaluation
-from podracer_jit.replay import tree
+from podracer_jit.replay import buffer, tree
 from podracer_jit.replay.options import ReplayOptions
 from podracer_jit.types import Target, TrainState
 from tests.made import bound
@@ -128,7 +128,8 @@ def test_the_learning_rate_metric_is_the_rate_of_the_update():
                      Target(params, jnp.int32(3)), types.SimpleNamespace(
                          size=jnp.array([5]), priorities=tree.init(1, 5)))
   algorithm = bound(losses.DQN(), optimizer=Adam(learning_rate=1.0, anneal=True), total_steps=100)
-  source = FromReplay(algorithm, Groups(1, 4), None, ReplayOptions(batch_size=2), 0)
+  memory = buffer.Replay(5, Groups(1, 4), 1, 1, algorithm.items(), 'fifo', 0.6, 0.0)
+  source = FromReplay(algorithm, Groups(1, 4), memory, ReplayOptions(batch_size=2), 0)
   sums = dict(aux=Aux(dict(loss=1.0), 2.0), sampled_age=0.0, grad_norm=1.0)
   after, metrics = source.finish(state, jnp.int32(1), sums, jnp.int32(25), jnp.zeros(2, jnp.uint32))
   assert metrics['learning_rate'] == 0.5 and metrics['steps'] == after.steps == 75
@@ -343,9 +344,12 @@ def test_epsilons_and_noise_are_those_of_the_paper():
      'learning; with sync it must be 1'),
     (dict(network__hidden=()), 'network.hidden: must have at least one layer'),
     (dict(loss__epsilon=1.5), 'loss.epsilon: must be between 0 and 1, got 1.5'),
-    (dict(scheme='apex', num_grad_shards=1, placement__actor_devices=(0, 1)),
-     'placement.actor_devices: 2 actors (actor_devices = (0, 1), actors_per_device = 1) cannot '
-     'share num_grad_shards = 1 evenly; take 1'),
+    (dict(env__num_envs=15, num_shards=3, placement__learner_devices=(0, 1)),
+     'env.num_envs: 15 environments cannot be split evenly by 2 learner devices'),
+    (dict(replay__capacity=700, replay__copies=3), 'replay.capacity: must be at least '
+     'env.num_envs * unroll_length * replay.copies = 768, got 700'),
+    (dict(replay__copies=0), 'replay.copies: must be at least 1, got 0'),
+    (dict(replay__evict_every=-1), 'replay.evict_every: must not be negative, got -1'),
     (dict(policy='categorical'), "policy: must be one of auto, epsilon_greedy for the "
      "actions of CartPole-v1")])
 def test_fields_that_do_not_fit_a_replay_are_refused(fields, message):

@@ -1,7 +1,8 @@
 """Workdirs of earlier code are resumed, or refused by one line; `tests.workdirs.make` has them.
 
 On a machine that computes like the one where they were made, a resumed run writes the receipts that
-the earlier code wrote. Those of 0.7.0 are of commit 6574384, before the algorithms were rewritten.
+the earlier code wrote. Those of 0.7.0 are of commit 6574384, before the algorithms were rewritten;
+that of 0.9.0 is of commit f84498c, which had a replay for each gradient group.
 """
 
 import json
@@ -22,6 +23,7 @@ class Outcome(NamedTuple):
 
   refused: str = ''
   same_bits: bool = True  # False if a later version computes differently, as CHANGELOG.md says
+  note: str = ''  # words of a line that tells what begins anew
 
 
 # By the folder under tests/workdirs.
@@ -40,6 +42,7 @@ OUTCOMES = {
     'v0_7_0/jax_replay': Outcome(),
     'v0_7_0/moments': Outcome(same_bits=False),
     'v0_7_0/prioritised_replay': Outcome(),
+    'v0_9_0/grouped_replay': Outcome(same_bits=False, note='the one of all begins empty'),
 }
 RESUMED = [name for name, outcome in OUTCOMES.items() if not outcome.refused]
 REFUSED = [name for name, outcome in OUTCOMES.items() if outcome.refused]
@@ -99,7 +102,7 @@ def test_no_workdir_names_a_folder_of_its_maker(name):
 
 @pytest.mark.parametrize('name', essential(
     RESUMED, 'v0_6_0/own_jax', 'v0_6_0/moments', 'v0_7_0/jax_replay', 'v0_7_0/moments',
-    'v0_7_0/prioritised_replay'))
+    'v0_7_0/prioritised_replay', 'v0_9_0/grouped_replay'))
 def test_an_old_workdir_is_resumed(tmp_path, name):
   """Bits are those of the old code, if this machine and its libraries compute alike."""
   old = make.FOLDER / name
@@ -112,12 +115,15 @@ def test_an_old_workdir_is_resumed(tmp_path, name):
     if stored.get(package) != version:
       assert (f'{package} was {stored.get(package)} when this run began and is {version} now: '
               'results go on, but perhaps not to the last bit') in output
+  assert OUTCOMES[name].note in output
   before = lines(old / 'receipts.jsonl')
   after = lines(old.with_suffix('.jsonl'))
   receipts = lines(workdir / 'receipts.jsonl')
   assert receipts[:len(before)] == before
-  assert [line.get('update') for line in receipts] == [line.get('update')
-                                                       for line in before + after]
+  # What begins anew begins with a header.
+  begun = [{}] if OUTCOMES[name].note else []
+  assert [line.get('update') for line in receipts] == [
+      line.get('update') for line in before + begun + after]
   assert [line['update'] for line in lines(workdir / 'metrics.jsonl')] == list(by_update(receipts))
   assert checkpoints.saved_updates(workdir)[-1] == max(by_update(after))
   assert not (workdir / 'broken').exists()

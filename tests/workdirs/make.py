@@ -52,6 +52,7 @@ RUNS = {
     'fifo_replay': Kept(),
     'prioritised_replay': Kept(),
     'jax_replay': Kept(),
+    'grouped_replay': Kept(),
     'gymnax': Kept(),
     'own_jax': Kept(),
     'dict_of_boxes': Kept(),

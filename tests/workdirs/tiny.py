@@ -73,6 +73,13 @@ def jax_replay():
   return _replay('dqn', 'mlp', 'tiny_envs:Corridor')
 
 
+def grouped_replay():
+  """Two gradient groups; until version 0.8 each had a replay of its own."""
+  config = _replay('dqn', 'mlp', 'Catch-v0')
+  config.num_shards = config.num_grad_shards = 2
+  return config
+
+
 def gymnax():
   """Environments that are JAX functions, of gymnax."""
   config = _config(scheme='fused')
