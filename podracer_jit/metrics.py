@@ -99,7 +99,7 @@ _REPLAY = _by_name(
            'seconds of training', 'items/s', ''),
     Metric('sampled_age', 'replay/sampled_age', 'mean time since the drawn items were added',
            'gradient steps', 'far above that of half a replay: new items are rarely drawn'),
-    Metric('replay_size', 'replay/size', 'items in the replay', 'items', ''),
+    Metric('replay_size', 'replay/size', 'items in the replay, each copy counted', 'items', ''),
     Metric('replay_ratio', 'replay/ratio', 'items drawn for each that was added, since the start',
            '', 'other than `replay.samples_per_insert`, if that is set, by more than its '
            'tolerance'),

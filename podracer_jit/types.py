@@ -95,8 +95,8 @@ class TrainState(NamedTuple):
   key: jax.Array  # PRNG key of the run; each update folds in its number, the key never changes
   # None if the algorithm's `init_target` returns None; with a replay, Target(None, count) then
   target: Target | None = None
-  # `replay.buffer.State`, or the rollouts that an auxiliary phase learns from; sharded: each device
-  # has its own groups. None without either.
+  # `replay.buffer.State`, of which each device stores its own blocks of environments; or the
+  # rollouts that an auxiliary phase learns from, sharded by group. None without either.
   replay: Any | None = None
 
   def with_target(self, params: Params) -> TrainState:

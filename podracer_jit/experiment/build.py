@@ -401,7 +401,7 @@ def make_learner(experiment: Experiment, mesh: Mesh) -> Learner:
   memory = buffer.Replay(
       replay.capacity, blocks, experiment.unroll_length, experiment.spec.stack, experiment.items,
       replay.eviction, replay.priority_exponent, replay.eviction_exponent, replay.copies,
-      replay.spare_rollouts)
+      experiment.spare_rollouts)
   return ReplayLearner(
       FromReplay(algorithm, groups, memory, replay, experiment.microbatch_rows), mesh,
       priorities.shapes(algorithm, blocks.envs))

@@ -122,7 +122,7 @@ def _too_large(experiment: Experiment) -> Iterator[str]:
   # A replay has rows beyond its capacity that cannot be drawn, because their end or frames of their
   # stacks are missing.
   items = experiment.items
-  margin = steps + items.length + experiment.spec.stack + 1 + replay.spare_rollouts * steps
+  margin = steps + items.length + experiment.spec.stack + 1 + experiment.spare_rollouts * steps
   rows = replay.capacity * items.period + num_envs * margin * replay.copies
   if rows > INT32_MAX:
     each = f' of {items.period} new rows' if items.period > 1 else ''

@@ -33,6 +33,7 @@ from podracer_jit.experiment.schema import (
 )
 from podracer_jit.losses.algorithm import Algorithm
 from podracer_jit.numerics.precision import BFLOAT16, NumericsOptions
+from podracer_jit.replay.options import ReplayOptions
 from podracer_jit.runtime import host
 from podracer_jit.runtime.placement import PlacementOptions
 from podracer_jit.schemes.scheme import Scheme
@@ -43,7 +44,8 @@ _NEW_SINCE_0_8 = {'env': (EnvOptions, ('renew_every_updates', 'action_mask')),
                   'checkpoint': (CheckpointOptions, ('every_seconds',)),
                   'eval': (EvalOptions, ('epsilon', 'video_every')),
                   'placement': (PlacementOptions, ('auto', 'adapt', 'learner_delay_s', 'pin_envs')),
-                  'numerics': (NumericsOptions, ('precision', 'deterministic'))}
+                  'numerics': (NumericsOptions, ('precision', 'deterministic')),
+                  'replay': (ReplayOptions, ('copies', 'evict_every'))}
 
 
 def resolve(config: Mapping[str, Any]) -> Experiment:

@@ -408,6 +408,16 @@ class Experiment(TrainingOptions):
     blocks = math.gcd(self.env.num_envs, self.num_grad_shards)
     return math.lcm(blocks, self.num_shards) if self.scheme.graph.free_rates else blocks
 
+  @property
+  def spare_rollouts(self) -> int:
+    """Rollouts of all environments for which a replay has room beyond its capacity.
+
+    They are those between two evictions of `replay.evict_every`, up to an eighth of the capacity.
+    """
+    replay = self.replay
+    items = self.batch_rows // self.items.stride(self.unroll_length) * replay.copies
+    return min(-(-replay.evict_every // replay.gradient_steps), -(-replay.capacity // (8 * items)))
+
   @functools.cached_property
   def algorithm(self) -> Algorithm:
     """The algorithm, bound to all that the config and the task have chosen for it."""

@@ -35,7 +35,8 @@ class ReplayOptions:
                                     at_least=-2, at_most=0)
   evict_every: int = option(
       0, '0: items beyond the capacity go as soon as others are added; n: all at once, each n '
-      'gradient steps', at_least=0, at_most=1_000_000)
+      'gradient steps, or sooner if they are an eighth of the capacity', at_least=0,
+      at_most=1_000_000)
   params_every: int = option(
       1, 'with free rates: rollouts that an actor makes with the same parameters', at_least=1,
       at_most=INT32_MAX)
@@ -45,11 +46,6 @@ class ReplayOptions:
   tolerance: int = option(
       0, 'with free rates: drawn items by which either side may be ahead of that rate',
       at_least=0, at_most=INT32_MAX)
-
-  @property
-  def spare_rollouts(self) -> int:
-    """Rollouts of all environments that may come between two evictions of `evict_every`."""
-    return -(-self.evict_every // self.gradient_steps)
 
   def problems(self) -> Iterator[str]:
     """Yields problems of the combination of options, one line each."""

@@ -4,7 +4,7 @@ A node is the sum of its 16 children. It is recomputed from them whenever one ch
 adding a difference to the old sum. So after any number of changes the tree is bitwise equal to one
 built from its leaves at once; rounding errors do not accumulate.
 
-Arrays have a leading axis of groups; each group has a tree of its own.
+Arrays have a leading axis of groups; each group has a tree of its own. A replay has one group.
 """
 
 from __future__ import annotations

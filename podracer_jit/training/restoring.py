@@ -92,7 +92,7 @@ def renewal(run: build.Run, workdir: Path, update: int) -> str:
   experiment = run.experiment
   meta = checkpoints.read_meta(workdir, update) or {}
   if checkpoints.has_replays_of_groups(workdir, update):
-    return 'the replay of each gradient group was one of its own, and the one of all begins empty'
+    return 'each gradient group had a replay of its own, and the one of all begins empty'
   if experiment.deterministic and not experiment.resumes_exactly:
     return 'checkpoint.replay = False'
   if checkpoints.segment_of(meta, update)[1] == update:

@@ -293,8 +293,9 @@ APEX = {  # 1803.00933: section 4.1, appendices C and D, and values that are mis
         'optimizer.learning_rate': 0.00025 / 4, 'optimizer.decay': 0.95, 'optimizer.eps': 1.5e-7,
         'optimizer.max_grad_norm': 40.0, 'optimizer.anneal': False, 'replay.capacity': 2_000_000,
         'replay.min_size': 50_000, 'replay.batch_size': 512, 'replay.priority_exponent': 0.6,
-        'replay.importance_exponent': 0.4, 'replay.eviction': 'fifo', 'scheme': 'apex',
-        'env.num_envs': 360, 'env.max_episode_steps': 12_500, 'network.hidden': 512},
+        'replay.importance_exponent': 0.4, 'replay.eviction': 'fifo', 'replay.evict_every': 100,
+        'replay.copies': 1, 'scheme': 'apex', 'env.num_envs': 360,
+        'env.max_episode_steps': 12_500, 'network.hidden': 512},
     apex_dpg_dmc: {
         'loss.n_step': 5, 'loss.target_every': 100, 'loss.noise': 0.3, 'loss.dqda_clip': 1.0,
         'network.actor_hidden': (300, 200), 'network.critic_hidden': (400, 300),

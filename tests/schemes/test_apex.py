@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import re
+import threading
 import time
 import types
 
@@ -263,6 +264,76 @@ def test_a_stalled_learner_loses_no_rollout():
   assert int(state.steps) == sum(added)
   episodes = sum(int(np.sum(jax.device_get(r.metrics['episodes'].ended))) for r in reports)
   assert episodes > 0
+
+
+@pytest.mark.parametrize('ratio, most', [(0.0, 10**9), (2.0, 4)])
+def test_actors_wait_for_gradient_steps_only_if_a_ratio_is_set(ratio, most):
+  """While the learner takes its fourth turn, rollouts of a whole replay may wait to be added.
+
+  With a ratio, each actor has one in the queue and one in its hands.
+  """
+  made = threading.Condition()
+  counts = {'actor 0': 0, 'actor 1': 0}
+  during = []
+
+  def counted(name):
+    def count(*_):
+      with made:
+        counts[name] += 1
+        made.notify_all()
+    return wrap(name, before=count)
+
+  def turn(call, *_):
+    if call.number == 4:
+      with made:
+        before = sum(counts.values())
+        # The replay keeps 600 items, which are 6 rollouts.
+        made.wait_for(lambda: sum(counts.values()) >= before + 5, 2 if ratio else 30)
+        during.append(sum(counts.values()) - before)
+
+  free = _free(replay__samples_per_insert=ratio, replay__tolerance=1024)
+  run(**free, updates=8, tamper=lambda workers: wrap('learner', before=turn)(
+      counted('actor 0')(counted('actor 1')(workers))))
+  assert during[0] <= most and (ratio or during[0] >= 5)
+
+
+@pytest.mark.same_bits('1 and 2 learners, 1 and 3 actors', 'DQN: 360 environments, batches of 512')
+def test_360_environments_share_batches_of_512_in_16_groups_on_any_devices():
+  """1803.00933, section 4.1. The rows of 360 environments are in 8 blocks, the largest number that
+  16 groups allow.
+  """
+  fields = dict(env__num_envs=360, num_shards=3, num_grad_shards=16, unroll_length=4,
+                replay__capacity=6000, replay__batch_size=512, replay__gradient_steps=2,
+                env__renew_every_updates=4)
+
+  def of(scheme, actors, learners):
+    return config('dqn', scheme=scheme, placement__actor_devices=actors,
+                  placement__learner_devices=learners, **fields)
+
+  assert resolve(of('apex_lockstep', (0,), (0,))).replay_blocks == 8
+  expected, reports, state = run(of('apex_lockstep', (0,), (0,)))
+  assert [int(jax.device_get(r.metrics['sampled'])[0]) for r in reports] == [1024] * 4
+  assert run(of('apex_lockstep', (0, 1, 2), (3, 4)))[0] == expected
+  # Actors with rates of their own have whole blocks.
+  reports, state = run(of('apex', (0, 1, 2), (3, 4)), updates=12)[1:]
+  assert state.replay.ring.head.shape == (24,)
+  assert (np.asarray(state.replay.ring.head) > 0).reshape(3, 8).any(axis=1).all()
+  assert int(jax.device_get(reports[-1].metrics['sampled'])[0]) == 1024
+
+
+def test_items_beyond_the_capacity_go_every_so_many_gradient_steps():
+  """Updates take 3 gradient steps, and the 6th, 12th and 18th evict: of updates 3, 5 and 7."""
+  reports = run(config('dqn', replay__evict_every=6))[1]
+  sizes = [int(jax.device_get(report.metrics['replay_size'])[0]) for report in reports]
+  steps = [int(jax.device_get(report.metrics['gradient_steps'])[0]) for report in reports]
+  assert steps == [0, 3, 6, 9, 12, 15, 18, 21]
+  capacity = 38 * 16  # whole rows
+  assert [size <= capacity for size in sizes] == [True, True, True, False, True, False, True, False]
+  every = run(config('dqn', replay__evict_every=1))[1]
+  at_once = run(config('dqn'))[1]
+  # An eviction at each gradient step leaves what an eviction at each addition leaves.
+  assert [int(jax.device_get(r.metrics['replay_size'])[0]) for r in every] == [
+      int(jax.device_get(r.metrics['replay_size'])[0]) for r in at_once]
 
 
 @pytest.mark.parametrize('slow, learners, tolerance', [
