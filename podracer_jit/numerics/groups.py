@@ -134,10 +134,6 @@ class Groups(NamedTuple):
     chex.assert_type(jax.tree.leaves(tree), int)
     return lax.psum(tree, AXIS) if self.mesh_size > 1 else tree
 
-  def smallest(self, x: jax.Array) -> jax.Array:
-    """Returns the smallest number of an array over all devices."""
-    return lax.pmin(jnp.min(x), AXIS) if self.mesh_size > 1 else jnp.min(x)
-
   def gather(self, tree: Any) -> Any:
     """Returns arrays [local, ...] concatenated over all devices, [count, ...]."""
     chex.assert_tree_shape_prefix(tree, (self.local,))

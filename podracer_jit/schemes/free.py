@@ -49,7 +49,12 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   block_envs = learner.source.blocks.envs
   first = number(start.state.target.gradient_steps)
   params = wiring.parameters(plan, actors, start, first)
-  side_by_side = jax.jit(from_rollouts.concatenate)
+
+  # Many rollouts may wait, so they are copies: those of a cluster are views of memory that it needs.
+  @jax.jit
+  def side_by_side(rollouts):
+    return jax.tree.map(jnp.copy, from_rollouts.concatenate(rollouts))
+
   rate = learner.rate_limiter(plan.num_envs * learner.algorithm.parts.unroll_length, len(actors))
   inbox = DrainQueue('rollouts', rate.capacity, rate.wants, lambda item: (
       item[0], placement.everywhere(side_by_side(item[1]), mesh)))

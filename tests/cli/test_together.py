@@ -110,7 +110,10 @@ SHORT = ['--config.total_steps=2500', '--config.env.renew_every_updates=8',
 
 @pytest.mark.full
 @pytest.mark.parametrize('config', [
-    ['apex_dqn_catch.py:smoke'], ['r2d2_memory.py:smoke', '--config.env.num_envs=8'],
+    ['apex_dqn_catch.py:smoke'], ['apex_dqn_pong_laptop.py:smoke', '--config.total_steps=2000'],
+    ['apex_dpg_cartpole_swingup.py:smoke', '--config.replay.copies=2',
+     '--config.replay.evict_every=3', '--config.env.num_envs=8', '--config.unroll_length=8'],
+    ['r2d2_memory.py:smoke', '--config.env.num_envs=8'],
     ['sac_pendulum.py:smoke'], ['td3_pendulum.py:smoke'],
     ['pqn_cartpole.py:smoke', '--config.scheme=sync', '--config.env.num_envs=8',
      '--config.unroll_length=8'],
@@ -120,8 +123,8 @@ SHORT = ['--config.total_steps=2500', '--config.env.renew_every_updates=8',
     *([f'{ROOT}/examples/{name}.py:smoke', '--config.scheme=sync', '--config.env.num_envs=8',
        '--config.unroll_length=16'] for name in ('vmpo', 'ppg', 'rnd'))])
 @pytest.mark.same_bits('2 processes and 1',
-                       'DQN: MLP, R2D2: GRU, SAC, TD3 (`apex_lockstep`), PQN: MLP, GRU, V-MPO, '
-                       'PPG, RND (`sync`)')
+                       'DQN: MLP, CNN, DPG, R2D2: GRU, SAC, TD3 (`apex_lockstep`), PQN: MLP, GRU, '
+                       'V-MPO, PPG, RND (`sync`)')
 def test_two_processes_of_each_newer_algorithm_make_the_same_bits_as_one(config, tmp_path):
   """One process can also repeat an update of a later segment, and have their replay."""
   name, *fields = config

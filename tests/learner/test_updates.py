@@ -707,11 +707,13 @@ def test_the_kl_of_a_minibatch_without_valid_rows_is_no_division_by_zero():
 @pytest.mark.parametrize('loss', essential(['pqn', 'dqn', 'r2d2', 'sac'], 'dqn'))
 def test_groups_together_learn_what_they_learn_one_after_the_other(loss, monkeypatch):
   """Compares the first update that learns, whose experience is the same."""
-  config = changed(of_replay(loss) if loss != 'pqn' else small('pqn', num_grad_shards=2),
-                   scheme='apex_lockstep' if loss != 'pqn' else 'sync')
+  if loss == 'pqn':
+    config = changed(small('pqn', num_grad_shards=2), scheme='sync')
+  else:
+    config = of_replay(loss, num_grad_shards=4, scheme='apex_lockstep')
 
-  def first_steps():
-    _, reports, _ = run(config, updates=3)
+  def first_steps(learners=(0,)):
+    _, reports, _ = run(changed(config, placement__learner_devices=learners), updates=3)
     metrics = [{name: np.asarray(x)[i] for name, x in report.metrics.items()
                 if name.endswith('loss') or name == 'grad_norm'}
                for report in map(jax.device_get, reports) for i in range(report.count)]
@@ -719,7 +721,9 @@ def test_groups_together_learn_what_they_learn_one_after_the_other(loss, monkeyp
 
   one_by_one = first_steps()
   monkeypatch.setattr(build, 'Groups', lambda *args, together: Groups(*args, together=True))
-  together = first_steps()
-  assert len(one_by_one) > 1 and one_by_one.keys() == together.keys()
-  for name, value in one_by_one.items():
-    assert_allclose(together[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+  # Two devices fetch the items of a replay from each other, of all their groups at once.
+  for learners in [(0,)] if loss == 'pqn' else [(0,), (0, 1)]:
+    together = first_steps(learners)
+    assert len(one_by_one) > 1 and one_by_one.keys() == together.keys()
+    for name, value in one_by_one.items():
+      assert_allclose(together[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
