@@ -50,7 +50,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   first = number(start.state.target.gradient_steps)
   params = wiring.parameters(plan, actors, start, first)
 
-  # Many rollouts may wait, so they are copies: those of a cluster are views of memory that it needs.
+  # Copies, since many may wait: rollouts of a cluster are views of memory that it needs.
   @jax.jit
   def side_by_side(rollouts):
     return jax.tree.map(jnp.copy, from_rollouts.concatenate(rollouts))

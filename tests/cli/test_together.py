@@ -110,7 +110,7 @@ SHORT = ['--config.total_steps=2500', '--config.env.renew_every_updates=8',
 
 @pytest.mark.full
 @pytest.mark.parametrize('config', [
-    ['apex_dqn_catch.py:smoke'], ['apex_dqn_pong_laptop.py:smoke', '--config.total_steps=2000'],
+    ['apex_dqn_catch.py:smoke'], ['apex_dqn_pong_laptop.py:smoke'],
     ['apex_dpg_cartpole_swingup.py:smoke', '--config.replay.copies=2',
      '--config.replay.evict_every=3', '--config.env.num_envs=8', '--config.unroll_length=8'],
     ['r2d2_memory.py:smoke', '--config.env.num_envs=8'],
