@@ -105,8 +105,8 @@ class DPG(Algorithm):
     names = jax.tree_util.tree_map_with_path(
         lambda path, _: 'actor' if path in paths else 'critic', params)
     if 'critic' not in jax.tree.leaves(names):
-      raise ValueError('separate_optimizers: act of the network has all of its parameters, so none '
-                       "is the critic's alone; must be False")
+      raise ValueError('loss.separate_optimizers: act of the network has all of its parameters, so '
+                       "none is the critic's alone; must be False")
     return names
 
   def init_target(self, params: Params) -> Params:

@@ -210,6 +210,21 @@ def test_dpg_optimizes_its_networks_separately(separate):
       assert_allclose(step[i], factor * number, rtol=2e-4, atol=1e-6)
 
 
+class AllAtOnce(q_networks.Deterministic):
+  """A policy that reads its critic, so its parameters are those of both."""
+
+  def act(self, obs):
+    action = super().act(obs)
+    return action + 0 * self.criticise(obs, action)[:, None]
+
+
+def test_dpg_cannot_tell_the_critic_of_a_network_whose_policy_reads_all_of_it():
+  parts = dict(spec=CONTINUOUS, torso=AllAtOnce(None, (3,), (4, 5)))
+  with pytest.raises(ValueError, match=r'^loss\.separate_optimizers: .*; must be False'):
+    bound(losses.DPG(), **parts).state_shapes  # noqa: B018 - computed, and kept
+  assert bound(losses.DPG(separate_optimizers=False), **parts).state_shapes.opt_state
+
+
 def test_dpg_with_one_optimizer_has_one_rate():
   assert not list(losses.DPG(critic_rate=0.5).problems())
   assert list(losses.DPG(critic_rate=0.5, separate_optimizers=False).problems()) == [
