@@ -205,12 +205,13 @@ def _problems_of_devices(experiment: Experiment, place: placement.Placement) -> 
             if other.graph.several_processes and not other.alone]
     yield (f'scheme: {name} is for one process, not {place.processes}; {", ".join(able)} take '
            'several')
-  if (scheme.alone or scheme.colocated) and place.actors != place.workers:
+  workers = tuple(device for device in place.workers if device.process_index == place.process)
+  if (scheme.alone or scheme.colocated) and place.actors != workers:
     able = [other_name for other_name, other in SCHEMES.items()
             if not (other.alone or other.colocated) and other.replay == scheme.replay]
     yield (f'scheme: {name} acts where it learns; with actor_platform = '
            f'{experiment.placement.actor_platform} actors are on {_kinds(place.actors)}, learners '
-           f'on {_kinds(place.workers)}; schemes whose actors may have other devices: '
+           f'on {_kinds(workers)}; schemes whose actors may have other devices: '
            f'{", ".join(able)}')
 
 
