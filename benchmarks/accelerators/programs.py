@@ -108,12 +108,12 @@ class Programs:
     arguments = view, _on(jax.eval_shape(jax.random.key, 0), whole), self._batch()
     prepared = jax.eval_shape(workers.prepare, *arguments)
     gradient = view, prepared, np.int32(0)
-    groups = _on(jax.eval_shape(workers.gradient, *gradient), self._device)
+    sums = _on(jax.eval_shape(workers.gradient, *gradient), self._device)
     state = _on(self._learner.state_shapes(), self._device)
     central = self._learner.update_programs
-    _, step = jax.eval_shape(central.step, state, groups)
+    _, step = jax.eval_shape(central.step, state, sums)
     return [workers.prepare.lower(*arguments), workers.gradient.lower(*gradient),
-            central.step.lower(state, groups),
+            central.step.lower(state, sums),
             central.finish.lower(state, _on(prepared.batch_stats, self._device),
                                  [_on(step, self._device)] * self._learner.gradient_steps)]
 

@@ -80,11 +80,11 @@ def test_a_process_is_pinned_to_its_core_and_its_parent_is_not(tmp_path, monkeyp
 
 @pytest.mark.full
 def test_a_failed_run_ends_the_benchmark():
-  """dppo is for one process, which only the command itself checks."""
-  result = run_benchmark('scaling', *CATCH, '--rounds=1', '--config.scheme=dppo')
+  """`rapid_async` is for one process, which only the command itself checks."""
+  result = run_benchmark('scaling', *CATCH, '--rounds=1', '--config.scheme=rapid_async')
   assert result.returncode == 2
   (line,) = result.stderr.strip().splitlines()
-  assert line.startswith('scaling: exit code 2: podracer_jit: scheme: dppo is for one')
+  assert line.startswith('scaling: exit code 2: podracer_jit: scheme: rapid_async is for one')
 
 
 TREE = dict(a=jnp.zeros((2, 3)), b=jnp.zeros(4))  # 10 floats

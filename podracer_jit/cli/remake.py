@@ -25,7 +25,7 @@ from podracer_jit.experiment import build
 from podracer_jit.experiment.modules import allowed
 from podracer_jit.learner.learner import RolloutLearner
 from podracer_jit.learner.updates import update_key, view
-from podracer_jit.numerics.deterministic import AXIS, pairwise_sum
+from podracer_jit.numerics.deterministic import AXIS
 from podracer_jit.play import evaluation
 from podracer_jit.runtime import host, placement
 from podracer_jit.runtime.output import complain
@@ -106,12 +106,11 @@ def _step_by_step(learner: RolloutLearner, state: TrainState, rollout: Rollout) 
   prepared = programs.prepare(placement.replicate(view(state), mesh), key, batch)
   arrays = _named('targets', prepared.targets) | _named('moments', prepared.batch_stats['moments'])
   for step in range(learner.gradient_steps):
-    groups = programs.gradient(placement.replicate(view(state), mesh), prepared, step)
-    groups = placement.replicate(groups, update_mesh)
+    sums = programs.gradient(placement.replicate(view(state), mesh), prepared, step)
     stage = f'gradient step {step + 1}'
-    gradient, _ = jax.tree.map(pairwise_sum, groups)
+    gradient, _ = sums
     arrays |= _named(f'{stage}: gradient', gradient)
-    state, _ = updates.step(state, groups)
+    state, _ = updates.step(state, placement.replicate(sums, update_mesh))
     arrays |= _named(f'{stage}: optimizer state', state.opt_state)
     arrays |= _named(f'{stage}: parameters', state.params)
   return arrays

@@ -78,10 +78,10 @@ class Run:
                             xla_threads=host.xla_threads() or described['xla_threads'])
 
   def _gradient_workers(self) -> list[gradients.GradientWorker]:
-    """Returns the gradient workers of a scheme with separate updates."""
+    """Returns the workers of a scheme in which U takes the gradient of each."""
     if self.crew:
       return self.crew.gradient_workers()
-    return gradients.on_devices(self.learner, self.place, self.experiment.scheme.each)
+    return gradients.on_devices(self.learner, self.place)
 
   def initial_state(self) -> TrainState:
     """Returns the train state of update 0, without the replay, which `learner.allocate` adds."""
@@ -203,8 +203,11 @@ def _problems_of_devices(experiment: Experiment, place: placement.Placement) -> 
   if place.processes > 1 and (scheme.alone or not scheme.graph.several_processes):
     able = [other_name for other_name, other in SCHEMES.items()
             if other.graph.several_processes and not other.alone]
+    on_cluster = '' if scheme.deterministic or scheme.graph.one_program else (
+        f'; actors of {name} on other machines are those of placement.cluster = ray, without '
+        '--distributed')
     yield (f'scheme: {name} is for one process, not {place.processes}; {", ".join(able)} take '
-           'several')
+           f'several{on_cluster}')
   workers = tuple(device for device in place.workers if device.process_index == place.process)
   if (scheme.alone or scheme.colocated) and place.actors != workers:
     able = [other_name for other_name, other in SCHEMES.items()
@@ -656,15 +659,18 @@ def snapshot_at(run: Run, position: wiring.Position, index: int, first: int) -> 
   """
   experiment = run.experiment
   is_within = experiment.resumes_exactly and position.update < segment_end(experiment, first)
+  state = position.state
+  if experiment.scheme.graph.separate_updates:
+    state = run.learner.central.whole(state)
   envs = None
   if is_within or experiment.keeps_envs:
     envs = kept_envs.gather(position.actors())
   if not is_within:
-    return Snapshot(position.state, envs, index + 1)
+    return Snapshot(state, envs, index + 1)
   before = None
   if experiment.scheme.lag:
     before = jax.tree.map(lambda x: jax.device_get(x.addressable_data(0)), position.before())
-  return Snapshot(position.state, envs, index, first, before)
+  return Snapshot(state, envs, index, first, before)
 
 
 @contextlib.contextmanager

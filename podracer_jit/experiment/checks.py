@@ -225,9 +225,9 @@ def _placement(experiment: Experiment) -> Iterator[str]:
            f'learner devices, with an actor each; placement has {where}')
   if scheme.each and place.num_actors % len(learners):
     yield uneven(place.actor_count(), place.learner_count(len(learners))._replace(unit='worker'))
-  if place.learner_delay_s and (scheme.graph.one_program or scheme.graph.separate_updates):
+  if place.learner_delay_s and (scheme.graph.one_program or scheme.each):
     able = [other_name for other_name, other in SCHEMES.items()
-            if not (other.graph.one_program or other.graph.separate_updates)]
+            if not (other.graph.one_program or other.each)]
     yield (f'placement.learner_delay_s: {name} has no learner that waits by itself; must be 0; '
            f'{", ".join(able)} take it')
   if place.pin_envs and not hasattr(family_of(experiment.env.task), 'on_cores'):

@@ -182,9 +182,11 @@ def _actor_devices(run: build.Run) -> tuple[jax.Device, ...]:
 
 
 def _optimizer_devices(run: build.Run) -> Sequence[jax.Device]:
-  """Returns this process's devices with an optimizer: a single one with separate updates."""
+  """Returns this process's devices with an optimizer; with separate updates a run has one."""
   learners = run.place.learners
-  return learners[:1] if run.experiment.scheme.graph.separate_updates else learners
+  if not run.experiment.scheme.graph.separate_updates:
+    return learners
+  return [device for device in learners if device == run.place.mesh.devices.flat[0]]
 
 
 def _rollouts_at_once(run: build.Run) -> int:

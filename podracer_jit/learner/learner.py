@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from podracer_jit.learner import sharding
+from podracer_jit.learner.central import Central
 from podracer_jit.learner.from_replay import FromReplay
 from podracer_jit.learner.from_rollouts import FromRollouts
 from podracer_jit.numerics.tracing import zeros
@@ -161,8 +162,14 @@ class RolloutLearner(Learner):
 
   @functools.cached_property
   def update_programs(self) -> sharding.UpdatePrograms:
-    """Programs of the central worker that applies the gradients."""
+    """Programs of the device that applies the gradients of others."""
     return sharding.update_programs(self.algorithm)
+
+  @functools.cached_property
+  def central(self) -> Central:
+    """Updates on one device of the mesh, from gradients of all."""
+    (workers,) = self.gradient_programs([self.mesh])
+    return Central(self.algorithm, self.gradient_steps, workers, self.update_programs)
 
 
 class ReplayLearner(Learner):

@@ -16,7 +16,7 @@ from podracer_jit.learner.from_replay import FromReplay
 from podracer_jit.learner.from_rollouts import FromRollouts, Prepared
 from podracer_jit.losses.algorithm import Algorithm
 from podracer_jit.numerics import counters, indexing
-from podracer_jit.numerics.deterministic import AXIS, pairwise_sum, partial_sums
+from podracer_jit.numerics.deterministic import AXIS, exact_sum
 from podracer_jit.numerics.fingerprints import fingerprint
 from podracer_jit.numerics.groups import Groups
 from podracer_jit.numerics.tracing import traced
@@ -175,7 +175,7 @@ class GradientPrograms(NamedTuple):
 
   mesh: Mesh
   prepare: Callable  # (view of the state, key, rollout) -> Prepared, once an update
-  gradient: Callable  # (view, Prepared, step) -> (grads, Aux), partial sums [n, ...]
+  gradient: Callable  # (view, Prepared, step) -> (grads, Aux), sums over the worker's groups
 
 
 def gradient_programs(source: FromRollouts, mesh: Mesh) -> GradientPrograms:
@@ -194,8 +194,7 @@ def gradient_programs(source: FromRollouts, mesh: Mesh) -> GradientPrograms:
 
   def gradient_of(state: TrainState, prepared: Prepared, step: jax.Array):
     chex.assert_rank(step, 0)
-    # Partial sums are fewer bytes to send to the parameter server than the gradients of all groups.
-    return partial_sums(source.gradients(state, prepared, step))
+    return source.groups.total(source.gradients(state, prepared, step))
 
   def compiled(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs,
@@ -207,25 +206,24 @@ def gradient_programs(source: FromRollouts, mesh: Mesh) -> GradientPrograms:
   return GradientPrograms(
       mesh,
       prepare=compiled(prepare_all, (EVERYWHERE, EVERYWHERE, BY_ENV), prepared_specs),
-      gradient=compiled(gradient_of, (EVERYWHERE, prepared_specs, EVERYWHERE), BY_GROUP))
+      gradient=compiled(gradient_of, (EVERYWHERE, prepared_specs, EVERYWHERE), EVERYWHERE))
 
 
 class UpdatePrograms(NamedTuple):
   """Compiled update functions of one device that computes no gradients; both donate the state."""
 
-  # (state, partial sums of (grads, Aux)) -> (state, (Aux, grad_norm))
+  # (state, (grads, Aux) of all groups) -> (state, (Aux, grad_norm))
   step: Callable
   # (state, Prepared.batch_stats, [second result of each step]) -> (state, metrics)
   finish: Callable
 
 
 def update_programs(algorithm: Algorithm) -> UpdatePrograms:
-  """Compiles the update functions of an algorithm, for gradients of any number of groups."""
+  """Compiles the update functions of an algorithm."""
   update = updates.make_update(algorithm)
 
-  def step(state: TrainState, groups: Any):
-    chex.assert_equal_shape(jax.tree.leaves(groups), dims=0)
-    grads, aux = jax.tree.map(pairwise_sum, groups)
+  def step(state: TrainState, sums: Any):
+    grads, aux = sums
     state, grad_norm = update(state, grads, aux)
     return state, (aux, grad_norm)
 
@@ -235,6 +233,44 @@ def update_programs(algorithm: Algorithm) -> UpdatePrograms:
     return state, _add_update_axis(metrics)
 
   return UpdatePrograms(jax.jit(step, donate_argnums=0), jax.jit(finish, donate_argnums=0))
+
+
+def copies_of_first(mesh: Mesh) -> Callable:
+  """Compiles the function that gives all devices of a mesh what its first device has.
+
+  Args:
+    mesh: the mesh, over several processes, which all call the function.
+
+  Returns:
+    A function of a tree of arrays that count as replicated, although only those on the first device
+    have the right values. It returns the tree with these values on all devices, to the last bit.
+  """
+  def on_device(tree):
+    is_first = lax.axis_index(AXIS) == 0
+    # Sums of integers with zeros change no bit; a float -0.0 would become 0.0.
+    own = jax.tree.map(lambda x: jnp.where(is_first, _as_integers(x), 0)[None], tree)
+    return jax.tree.map(_from_integers, exact_sum(own, mesh.size), tree)
+
+  return jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=EVERYWHERE, out_specs=EVERYWHERE,
+                               check_vma=False))
+
+
+def _as_integers(x: jax.Array) -> jax.Array:
+  """Returns the bits of an array of any type as unsigned integers."""
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    return jax.random.key_data(x)
+  if x.dtype == bool:
+    return x.astype(jnp.uint8)
+  return lax.bitcast_convert_type(x, jnp.dtype(f'uint{8 * x.dtype.itemsize}'))
+
+
+def _from_integers(bits: jax.Array, like: jax.Array) -> jax.Array:
+  """Returns the array of the type of `like` that has these bits; see `_as_integers`."""
+  if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+    return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(like))
+  if like.dtype == bool:
+    return bits.astype(bool)
+  return lax.bitcast_convert_type(bits, like.dtype)
 
 
 class ReplayPrograms(NamedTuple):

@@ -264,14 +264,29 @@ def put_params(params: Any, device: jax.Device) -> Any:
     params: arrays replicated on the learner mesh.
     device: the device of the actor.
   """
-  local = jax.tree.map(functools.partial(_replica, device=device), params)
+  local = replica(params, device)
   return _copy(local) if _is_on(local, device) else jax.device_put(local, device, may_alias=False)
 
 
-def _replica(x: jax.Array, device: jax.Device) -> jax.Array:
-  """Returns the replica of a replicated array on a device, or any if it has none."""
-  return next((shard.data for shard in x.addressable_shards if shard.device == device),
-              x.addressable_data(0))
+def replica(tree: Any, device: jax.Device) -> Any:
+  """Returns the replicas of replicated arrays on a device, or others if there are none on it."""
+  return jax.tree.map(
+      lambda x: next((shard.data for shard in x.addressable_shards if shard.device == device),
+                     x.addressable_data(0)), tree)
+
+
+def with_replica(tree: Any, own: Any, device: jax.Device) -> Any:
+  """Returns replicated arrays with other replicas on a device, so that replicas differ.
+
+  Args:
+    tree: replicated arrays.
+    own: arrays of the same shapes on the device.
+    device: one of their devices, of this process.
+  """
+  def leaf(x: jax.Array, own: jax.Array) -> jax.Array:
+    replicas = [own if shard.device == device else shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, replicas)
+  return jax.tree.map(leaf, tree, own)
 
 
 def _is_on(tree: Any, device: jax.Device) -> bool:

@@ -1,4 +1,4 @@
-"""Graph of workers that compute gradients, and a central worker that applies them."""
+"""Graph of workers that compute gradients, and a central worker that applies each as it arrives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GradientMessage(NamedTuple):
   """Message of a gradient step to the centre; carries the version of the parameters it used."""
 
   worker: int
-  groups: Any  # (grads, Aux) by partial sum, [n, ...] each
+  sums: Any  # (grads, Aux)
   collected: float  # mean version of the parameters that made the rollouts
   batch_stats: Mapping[str, Any] | None  # `batch_stats` of Prepared, in an update's last step only
 
@@ -66,8 +66,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   actors_per_worker = len(actors) // count
   envs_per_worker = plan.num_envs // count
 
-  params = wiring.parameters(plan, actors, start, version, steps)
-  start = start._replace(before=None)  # the channels have it
+  params = wiring.parameters(plan, actors, start, version)
   rollouts = [wiring.rollouts_of(i, updates, gradients[i // actors_per_worker].take_from(
       actor.first_env % envs_per_worker)) for i, actor in enumerate(actors)]
   answers = [DoubleBuffer(f'parameters for worker {i}', updates * steps, 0, worker.receive)
@@ -77,16 +76,14 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
     channel.prime(first)
 
   def to_centre(message: GradientMessage) -> GradientMessage:
-    groups, batch_stats = jax.device_put((message.groups, message.batch_stats),
-                                         centre.devices.flat[0])
-    return message._replace(groups=groups, batch_stats=batch_stats)
+    sums, batch_stats = jax.device_put((message.sums, message.batch_stats),
+                                       centre.devices.flat[0])
+    return message._replace(sums=sums, batch_stats=batch_stats)
 
   messages = FifoQueue('gradients', count, to_centre)
 
-  workers, states = map(list, zip(
-      *(wiring.actor(plan, start, i, actor, tuple(map(Endpoint, ends)), updates)
-        for i, (actor, *ends) in enumerate(zip(actors, params, rollouts, strict=True))),
-      strict=True))
+  workers = [wiring.actor(plan, start, i, actor, tuple(map(Endpoint, ends)), updates)[0]
+             for i, (actor, *ends) in enumerate(zip(actors, params, rollouts, strict=True))]
   for i, answer in enumerate(answers):
     gradients[i].begin(start.state.key, lambda answer=answer: messages.ended or answer.ended)
     own_rollouts = rollouts[i * actors_per_worker:(i + 1) * actors_per_worker]
@@ -100,10 +97,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   def until(carry: ParameterServerState) -> bool:
     if not carry.ends_update:
       return False
-    position = wiring.Position(carry.train, start.update + carry.updates)
-    is_over = start.after(wiring.with_actors(
-        plan, start, position, states,
-        lambda: params[0].recent((position.update - 1) * steps)))
+    is_over = start.after(wiring.Position(carry.train, start.update + carry.updates))
     return is_over or carry.updates == updates
 
   writes = [Endpoint(channel) for channel in (*params, *answers, reports)]
@@ -137,14 +131,13 @@ def _gradient(plan: Plan, gradients: Sequence[GradientWorker], i: int, start: Se
     # The update's number if all workers are equally fast; it seeds the worker's minibatches.
     update = start.update + k // steps * count + i
     if k % steps == 0:
-      wiring.check_lag(plan.scheme, update, start.first, items, steps)
       prepared = worker.prepare(view.value, update, [item.value for item in items])
 
     with jax.profiler.TraceAnnotation('gradient'):
-      groups, batch_stats = worker.gradient(view.value, prepared, k % steps)
+      sums, batch_stats = worker.gradient(view.value, prepared, k % steps)
 
     collected = sum(item.version for item in items) / len(items)
-    message = GradientMessage(i, groups, collected, batch_stats)
+    message = GradientMessage(i, sums, collected, batch_stats)
     return (k + 1, prepared), [Versioned(message, view.version)]
 
   return fire
@@ -171,7 +164,7 @@ def _centre(plan: Plan, start: SegmentStart, workers: int, actors: int) -> Calla
   def fire(carry: ParameterServerState, item: Versioned):
     message = item.value
     with jax.profiler.StepTraceAnnotation('update', step_num=start.update + carry.updates + 1):
-      train, results = programs.step(carry.train, message.groups)
+      train, results = programs.step(carry.train, message.sums)
     delays = (item.version - message.collected, carry.version - item.version)  # CGD, GUD
     steps = [*carry.steps[message.worker], (results, delays)]
     ends_update = message.batch_stats is not None
@@ -187,10 +180,9 @@ def _centre(plan: Plan, start: SegmentStart, workers: int, actors: int) -> Calla
       carry = carry._replace(train=train, updates=carry.updates + 1)
       steps = []
       # In `dppo_async` an actor has lag 0 to its own worker, so only that worker's updates send it
-      # parameters. In other schemes every update sends them to all actors.
-      only_own = scheme.each and scheme.lag is not None
-      receivers = [
-          i for i in range(actors) if not only_own or i * workers // actors == message.worker]
+      # parameters. In `rapid_async` every update sends them to all actors.
+      receivers = [i for i in range(actors)
+                   if scheme.lag is None or i * workers // actors == message.worker]
     carry = carry._replace(steps={**carry.steps, message.worker: steps})
 
     # After the last update nothing waits for parameters.
@@ -204,4 +196,4 @@ def _centre(plan: Plan, start: SegmentStart, workers: int, actors: int) -> Calla
   return fire
 
 
-GRAPH = Graph(wire, separate_updates=True, replay=False)
+GRAPH = Graph(wire, separate_updates=True, each=True, replay=False)

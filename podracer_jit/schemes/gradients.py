@@ -46,8 +46,7 @@ class GradientWorker(Protocol):
     """Takes a gradient step.
 
     Returns:
-      (grads, Aux) as partial sums [n, ...], and with the last step of an update the
-      `batch_stats` of Prepared; else None.
+      (grads, Aux), and with the last step of an update the `batch_stats` of Prepared; else None.
     """
 
 
@@ -87,24 +86,14 @@ class LocalGradients:
 
   def gradient(self, view: Any, prepared: Any, step: int) -> tuple[Any, Any]:
     """See `GradientWorker`."""
-    groups = self._programs.gradient(view, prepared, step)
-    return groups, prepared.batch_stats if step == self._steps - 1 else None
+    sums = self._programs.gradient(view, prepared, step)
+    return sums, prepared.batch_stats if step == self._steps - 1 else None
 
 
-def on_devices(learner: RolloutLearner, place: placement.Placement, each: bool
-               ) -> list[GradientWorker]:
-  """Returns the gradient workers of a scheme on the devices of its placement.
-
-  Args:
-    learner: of the run.
-    place: of the run.
-    each: U takes the gradient of each worker; otherwise the workers are one program on the mesh of
-      all devices.
-  """
+def on_devices(learner: RolloutLearner, place: placement.Placement) -> list[GradientWorker]:
+  """Returns a gradient worker for each of the learner's devices, with programs of its own."""
   groups = learner.source.groups
   num_envs = groups.count * groups.envs
-  meshes = [place.mesh]
-  if each:
-    meshes = [placement.mesh_of([device]) for device in place.workers]
+  meshes = [placement.mesh_of([device]) for device in place.workers]
   return [LocalGradients(programs, num_envs // len(meshes), learner.gradient_steps)
           for programs in learner.gradient_programs(meshes)]

@@ -16,7 +16,8 @@ class Graph(NamedTuple):
   # (plan, actors, segment start, reports) -> (workers, waits); see `wiring`
   wire: Callable[..., Any]
   one_program: bool = False  # R, G and U are one program, without channels
-  separate_updates: bool = False  # U runs in a central worker that has the optimizer
+  separate_updates: bool = False  # U runs on one device, the centre, which has the optimizer
+  each: bool = False  # U applies the gradient of each worker as it arrives, not the sum of all
   free_rates: bool = False  # actors and learner run at independent rates
   several_processes: bool = False  # the learner may span processes
   replay: bool | None = None  # True: needs a learner from a replay; False: needs one from rollouts
@@ -32,9 +33,13 @@ class Scheme:
   lag: int | None = 0
   alone: bool = False  # R, G and U run on one device
   colocated: bool = False  # R runs on the devices of G
-  each: bool = False  # U applies the gradient of each worker as it arrives, not the sum of all
   # True: G draws from a replay; False: G takes rollouts; None: the algorithm decides.
   replay: bool | None = None
+
+  @property
+  def each(self) -> bool:
+    """True if U applies the gradient of each worker as it arrives."""
+    return self.graph.each
 
   @property
   def deterministic(self) -> bool:

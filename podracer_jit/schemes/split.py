@@ -84,6 +84,12 @@ def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Cha
   """
   params = wiring.parameters(plan, actors, start, start.update)
   start = start._replace(before=None)  # the channels have it
+  first = start.state
+  learn = plan.learner.program
+  is_central = plan.scheme.graph.separate_updates
+  if is_central:
+    first = plan.learner.central.enter(first)
+    learn = plan.learner.central.learn
 
   def fire(carry: State, *items: Versioned):
     update = carry.update
@@ -92,7 +98,7 @@ def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Cha
     values = scatter([item.value for item in items])
     with jax.profiler.StepTraceAnnotation('learn', step_num=update + 1):
       batch = placement.gather(values, plan.place.mesh)
-      state, metrics = plan.learner.program(carry.train, batch)
+      state, metrics = learn(carry.train, batch)
 
     behind = sum(update - item.version for item in items) / len(items)
     cgd = plan.learner.mean_cgd(behind * plan.learner.gradient_steps)
@@ -112,11 +118,11 @@ def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Cha
   def begin() -> None:
     """Compiles the learner's program while the actors make the first rollouts."""
     shapes = actors[0].experience_shapes()
-    if shapes is not None:
+    if shapes is not None and not is_central:
       batch = placement.batch_shapes(shapes[0], plan.num_envs, plan.place.mesh)
       plan.learner.program.lower(start.state, batch).compile()
 
-  learner = Worker('learner', fire, State(start.state, start.update),
+  learner = Worker('learner', fire, State(first, start.update),
                    [Endpoint(channel) for channel in queues],
                    [Endpoint(channel) for channel in (*params, reports)], start.updates, until,
                    begin)
@@ -124,4 +130,5 @@ def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Cha
 
 
 IN_ORDER = Graph(wire_in_order, several_processes=True)
+APART = Graph(wire_in_order, separate_updates=True, several_processes=True, replay=False)
 AS_THEY_COME = Graph(wire_as_they_come)

@@ -19,14 +19,14 @@ SCHEMES = {
     'ppo': Scheme(split.IN_ORDER, alone=True),
     # Every worker runs R and G and, after an all-reduce, U.
     'ddppo': Scheme(split.IN_ORDER, colocated=True),
-    # Workers run R and G, a central worker runs U on the sum of their gradients.
-    'dppo': Scheme(central.GRAPH, colocated=True, replay=False),
+    # Workers run R and G, one device runs U on the sum of their gradients.
+    'dppo': Scheme(split.APART, colocated=True, replay=False),
     # Like `dppo`, but U takes one gradient at a time, as they arrive (A3C).
-    'dppo_async': Scheme(central.GRAPH, colocated=True, each=True, replay=False),
+    'dppo_async': Scheme(central.GRAPH, colocated=True, replay=False),
     # Like `dppo`, but R runs in workers of its own, one update ahead of G.
-    'rapid': Scheme(central.GRAPH, lag=1, replay=False),
+    'rapid': Scheme(split.APART, lag=1, replay=False),
     # Like `rapid`, but R takes the latest parameters, and U one gradient at a time.
-    'rapid_async': Scheme(central.GRAPH, lag=None, each=True, replay=False),
+    'rapid_async': Scheme(central.GRAPH, lag=None, replay=False),
     # Actors use the latest parameters; the learner takes rollouts as they arrive (IMPALA).
     'impala': Scheme(split.AS_THEY_COME, lag=None, replay=False),
     # Actors use the latest parameters and fill a replay; G draws from it at its own rate (Ape-X,

@@ -32,7 +32,7 @@ class Plan(NamedTuple):
   total_steps: int  # valid agent steps after which the run ends
   updates_per_call: int  # most updates in one call, for a graph of one program
   keeps_actors: bool  # a `Position` has the states of actors
-  gradient_workers: Callable[[], list[GradientWorker]]  # of a scheme with separate updates
+  gradient_workers: Callable[[], list[GradientWorker]]  # of a scheme with `each`
   kept_programs: KeptPrograms  # that step environments, for the next segments
 
 
@@ -124,7 +124,7 @@ class ActorStates:
 class Position(NamedTuple):
   """Where a run is after an update. It is valid until the next update begins."""
 
-  state: TrainState
+  state: TrainState  # with separate updates as in `learner.central`
   update: int  # updates done
   steps: int | None = None  # valid steps learned from; added where a graph runs
   # If the scheme is deterministic: the states of this process's actors after the last rollouts that
@@ -171,8 +171,8 @@ def number(x: jax.Array) -> int:
   return int(jax.device_get(x))
 
 
-def parameters(plan: Plan, actors: Sequence[Actor], start: SegmentStart, version: int,
-               unit: int = 1) -> list[Channel]:
+def parameters(plan: Plan, actors: Sequence[Actor], start: SegmentStart, version: int
+               ) -> list[Channel]:
   """Creates the channels of parameters to actors, and primes them.
 
   Args:
@@ -180,7 +180,6 @@ def parameters(plan: Plan, actors: Sequence[Actor], start: SegmentStart, version
     actors: the actors of the segment.
     start: where the graph begins.
     version: version of the first parameters.
-    unit: versions in an update.
 
   Returns:
     One channel for each actor.
@@ -193,7 +192,7 @@ def parameters(plan: Plan, actors: Sequence[Actor], start: SegmentStart, version
   params = [make(f'parameters for actor {i}', actor.receive) for i, actor in enumerate(actors)]
   first = [Versioned(plan.learner.algorithm.for_actors(start.state), version)]
   if start.before is not None:
-    first.insert(0, Versioned(start.before, version - unit))
+    first.insert(0, Versioned(start.before, version - 1))
   for channel in params:
     channel.prime(*first)
   return params
@@ -254,16 +253,14 @@ def waits(params: Sequence[Channel], rollouts: Sequence[Channel],
   return waits
 
 
-def check_lag(scheme: Scheme, update: int, first: int, items: Sequence[Versioned],
-              unit: int = 1) -> None:
+def check_lag(scheme: Scheme, update: int, first: int, items: Sequence[Versioned]) -> None:
   """Checks that rollouts have exactly the lag of a deterministic scheme.
 
   Args:
     scheme: the scheme of the run.
     update: the update that takes the rollouts.
     first: updates done when the segment began.
-    items: the rollouts, with the versions of their parameters.
-    unit: versions in an update.
+    items: the rollouts, with the versions of their parameters, which are numbers of updates.
 
   Raises:
     AssertionError: a rollout has another lag.
@@ -272,9 +269,9 @@ def check_lag(scheme: Scheme, update: int, first: int, items: Sequence[Versioned
     return
   lag = min(update - first, scheme.lag)
   for item in items:
-    if update * unit - item.version != lag * unit:
-      raise AssertionError(f'update {update} was given a rollout made by version '
-                           f'{item.version / unit:g}: its lag should be {lag}')
+    if update - item.version != lag:
+      raise AssertionError(f'update {update} was given a rollout made by version {item.version}: '
+                           f'its lag should be {lag}')
 
 
 def actor(plan: Plan, start: SegmentStart, i: int, actor: Actor, ends: tuple[Endpoint, Endpoint],

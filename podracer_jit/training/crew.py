@@ -104,10 +104,8 @@ def bytes_under_way(experiment: Experiment) -> int:
   gradients = 0
   if experiment.scheme.graph.separate_updates:
     workers = len(experiment.placement.learner_devices)
-    groups = experiment.num_grad_shards // workers
-    # A power of two of groups is added before it is sent; see `deterministic.partial_sums`.
     published += memory.nbytes(updates.view(state))
-    gradients = params * workers * (1 if groups.bit_count() == 1 else groups)
+    gradients = params * workers
   return _COPIES * (rollouts + published + gradients)
 
 
@@ -323,9 +321,9 @@ class Service:
       self._prepared = update, programs.prepare(
           *placement.everywhere((first, run_key), programs.mesh), batch)
     prepared = self._prepared[1]
-    groups = programs.gradient(placement.everywhere(view, programs.mesh), prepared, step)
+    sums = programs.gradient(placement.everywhere(view, programs.mesh), prepared, step)
     last = step == self._run.learner.gradient_steps - 1
-    return _as_numpy((groups, prepared.batch_stats if last else None))
+    return _as_numpy((sums, prepared.batch_stats if last else None))
 
 
 def _as_numpy(tree: Any) -> tuple[int, Any]:

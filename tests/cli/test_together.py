@@ -91,12 +91,12 @@ def test_two_processes_make_the_same_bits_as_one(uninterrupted, tmp_path):
       m['episode_return'] for m in lines(uninterrupted / 'metrics.jsonl')]
 
 
-def check_two_as_one(experiment, folder):
-  """Checks that two processes make the bits of one; returns the workdir of the two."""
+def check_two_as_one(experiment, folder, count=2):
+  """Checks that two processes, or `count`, make the bits of one; returns their workdir."""
   of_one, of_two = folder / 'one', folder / 'two'
   result = train(of_one, experiment=experiment)
   assert result.returncode == 0, result.stderr
-  results = processes.together(2, *experiment, f'--workdir={of_two}')
+  results = processes.together(count, *experiment, f'--workdir={of_two}')
   assert 'finished at update' in results[0].stdout, results
   result = verb('compare', of_one, of_two)
   assert 'identical: ' in result.stdout and 'round differently' not in result.stdout

@@ -201,7 +201,8 @@ def test_rl_games_takes_one_task():
     (dict(loss__reward_scale='linear:1:0'), 'loss.reward_scale: '),
     (dict(placement__learner_delay_s=0.1, scheme='fused'),
      'placement.learner_delay_s: fused has no learner that waits by itself; must be 0; sync'),
-    (dict(placement__learner_delay_s=0.1, scheme='dppo'), 'placement.learner_delay_s: dppo has')])
+    (dict(placement__learner_delay_s=0.1, scheme='dppo_async'),
+     'placement.learner_delay_s: dppo_async has')])
 def test_settings_that_exclude_each_other_are_refused(fields, message):
   with pytest.raises(ValueError, match='^' + re.escape(message)):
     resolve(changed(small('ppo'), **fields))

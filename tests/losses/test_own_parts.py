@@ -413,10 +413,10 @@ import flax.linen as nn
 from podracer_jit.losses import PPO
 from podracer_jit.losses.algorithm import Algorithm
 from podracer_jit.options import option
-from podracer_jit.schemes import central, free
+from podracer_jit.schemes import free, split
 from podracer_jit.schemes.scheme import Scheme
 
-CENTRAL = Scheme(central.GRAPH)
+CENTRAL = Scheme(split.APART)
 FREE = Scheme(free.GRAPH, lag=None)
 
 

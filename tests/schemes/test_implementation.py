@@ -169,9 +169,9 @@ def test_learners_are_lowered_for_accelerators(case):
     view = updates.view(state)
     prepared = jax.eval_shape(programs.prepare, view, state.key, rollout)
     step = jax.ShapeDtypeStruct((), int)
-    groups = jax.eval_shape(programs.gradient, view, prepared, step)
+    sums = jax.eval_shape(programs.gradient, view, prepared, step)
     texts += [text(programs.gradient, view, prepared, step),
-              text(learner.update_programs.step, state, groups),
+              text(learner.update_programs.step, state, sums),
               text(programs.prepare, view, state.key, rollout)]
   for lowered in texts[:3]:  # the fourth program, `prepare`, is empty for IMPALA
     assert 'optimization_barrier' in lowered

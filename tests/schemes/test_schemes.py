@@ -105,14 +105,14 @@ def test_a_slow_worker_has_a_large_delay_and_the_mean_is_unchanged():
 def test_workers_of_gradients_neither_get_nor_send_the_optimizers_state():
   views = []
   messages = []
-  config = with_scheme('dppo', small('ppo', num_shards=2, num_grad_shards=2))
-  run(config, updates=2, tamper=wrap(
+  config = with_scheme('dppo_async', small('ppo', num_shards=2, num_grad_shards=2))
+  run(config, updates=4, tamper=wrap(
       'worker', before=lambda call, carry, *inputs: views.append(inputs[-1].value),
       after=lambda call, carry, outputs: messages.append(outputs[0].value)))
   assert len(views) == len(messages) > 0
   for view, message in zip(views, messages, strict=True):
     assert view.opt_state is view.key is view.replay is None
-    grads, aux = message.groups
+    grads, aux = message.sums
     assert jax.tree.structure(grads) == jax.tree.structure(view.params)
     assert isinstance(aux, Aux) and aux.priority is None
 
@@ -157,7 +157,7 @@ def test_impala_learns_on_while_an_actor_is_stalled(vtrace):
 
 
 @pytest.mark.parametrize('scheme, name', essential([
-    ('dppo', 'worker 0'), ('rapid', 'actor 1'), ('rapid_async', 'learner'),
+    ('dppo', 'learner'), ('rapid', 'actor 1'), ('rapid_async', 'learner'),
     ('dppo_async', 'worker 1'), ('impala', 'actor 0'), ('impala', 'learner')], 'rapid', 'impala'))
 def test_the_first_exception_of_any_worker_ends_the_run(scheme, name):
   fired = {}

@@ -63,12 +63,13 @@ def test_profiling_that_is_impossible_is_refused(args, message, tmp_path, capsys
   assert not (tmp_path / 'run').exists()
 
 
-def test_updates_of_a_central_worker_are_steps_of_a_trace(tmp_path):
+@pytest.mark.parametrize('scheme, region', [('rapid', 'learn'), ('dppo_async', 'update')])
+def test_updates_on_a_device_of_their_own_are_steps_of_a_trace(scheme, region, tmp_path):
   result = binary(CATCH, f'--workdir={tmp_path}/run', f'--profile_dir={tmp_path}/trace',
-                  '--profile_updates=2:3', '--config.scheme=rapid')
+                  '--profile_updates=2:3', f'--config.scheme={scheme}')
   assert result.returncode == 0, result.stderr
   (trace,) = tmp_path.glob('trace/plugins/profile/*/*.xplane.pb')
-  steps = steps_of(trace.read_bytes(), 'update')
+  steps = steps_of(trace.read_bytes(), region)
   assert {2, 3} <= steps and max(steps) <= 5
 
 
