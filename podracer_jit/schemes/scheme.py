@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 class Graph(NamedTuple):
   """Graph of workers, and its properties that the rest of the package uses.
 
-  R is the rollout, G the gradient and U the update; see ARCHITECTURE.md.
+  R is the rollout, G the gradient and U the update; see ARCHITECTURE.md. One worker is called
+  `learner`. Its state has the TrainState as `train`, its `until` calls `start.after(Position)`, and
+  it puts a `Report` into `reports` for each call. `wiring.with_actors` adds the actors to the
+  position, for plans that keep them.
   """
 
   # (plan, actors, segment start, reports) -> (workers, waits); see `wiring`
