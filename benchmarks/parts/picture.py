@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import importlib.util
+import itertools
 
 import numpy as np
 
@@ -59,11 +60,15 @@ def draw(measured: Round, path: str, bins: int = 1500) -> None:
       for k in range(max(0, int((a - start) / width)), min(bins, int((b - start) / width) + 1)):
         longest[k][part] += min(b, start + (k + 1) * width) - max(a, start + k * width)
     shown = [x.most_common(1)[0][0] if x else None for x in longest]
-    for k, part in enumerate(shown):
-      if part:
-        top.broken_barh([(1e3 * k * width, 1e3 * width)], (y - 0.4, 0.8), color=colours[part],
-                        label=None if part in in_legend else part)
-        in_legend.add(part)
+    bars = collections.defaultdict(list)  # of each part: where neighbouring bins begin and end
+    for part, neighbours in itertools.groupby(range(bins), lambda k, shown=shown: shown[k]):
+      first, *rest = neighbours
+      bars[part].append((1e3 * first * width, 1e3 * (len(rest) + 1) * width))
+    bars.pop(None, None)
+    for part, places in bars.items():
+      top.broken_barh(places, (y - 0.4, 0.8), color=colours[part], linewidth=0,
+                      label=None if part in in_legend else part)
+      in_legend.add(part)
   top.set_yticks(range(len(measured.lanes)), list(measured.lanes))
   top.legend(loc='lower left', bbox_to_anchor=(0, 1), ncols=len(PARTS), frameon=False)
   for at in measured.ends:
