@@ -1,10 +1,23 @@
 """Running means and deviations of observations, returns and values, bitwise equal on any mesh.
 
 They are variables of the network, in the collection `moments`. So they go with the parameters to
-actors, checkpoints and evaluation, and all actors of an update use the same statistics.
+actors, checkpoints and evaluation, and all actors of an update use the same statistics. No gradient
+reaches them.
 
 Each element of an observation has its own mean and deviation: of an image each pixel of each
 channel, and so of each frame of a stack.
+
+Normalisation uses the statistics of the previous update; the learner adds the valid rows of an
+update at its end. Rewards are divided by a deviation that includes the current rollout, since no
+actor looks at them.
+
+With a replay only DQN's observations are normalised. The replay has them as they came, and losses
+normalise what they draw. Each valid row counts once, as it is added: rows that were drawn would
+count by their priorities, and as often as there are gradient steps. The statistics change before
+the gradient steps, so the first step has some, and a target network gets those of the network.
+
+An algorithm's `init` may add moments of its own to the collection: `obs`, if only the algorithm
+reads them, and any other name for its targets of this name (`examples/rnd.py`: intrinsic returns).
 """
 
 from __future__ import annotations

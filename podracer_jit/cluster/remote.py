@@ -1,4 +1,9 @@
-"""Calls of an object in a process of the cluster; a new process takes the place of a dead one."""
+"""Calls of an object in a process of the cluster; a new process takes the place of a dead one.
+
+The calls of a dead process are made again, and `placement.actor_lives` bounds how often. Ray's
+`max_restarts` is not used, because Ray would count lives without telling: the life is part of the
+seeds and of the receipts.
+"""
 
 from __future__ import annotations
 

@@ -433,7 +433,9 @@ class Algorithm(abc.ABC):
     """Returns a phase after every few updates, if the algorithm learns from rollouts; or None.
 
     The phase gets the `targets` of the updates. Its terms become metrics, which are 0 in updates
-    without it, and must have other names.
+    without it, and must have other names. The core keeps the rollouts in the train state, in place
+    of a replay, and lays them side by side, as if of more environments. It needs gradients and
+    updates in one place, so not `dppo` or `rapid`.
     """
     return None
 

@@ -6,6 +6,12 @@ are split by environment: each device stores some blocks of environments, and se
 draw. So neither draws nor their order depend on the devices, nor on the blocks. Two kinds of
 eviction are possible: 'fifo' stores each frame once, in a ring; 'prioritised' stores whole items,
 in slots.
+
+Priorities are (|TD error| + LEAST)^exponent. An `add` cuts the replay to its capacity, counted in
+rows, invalid ones included; or `evict` does, every so many gradient steps, as in the paper.
+
+flashbax's prioritised buffer does not fit: it gives new transitions the largest priority so far
+instead of their own, its tree adds differences to sums, and it evicts by age only.
 """
 
 from __future__ import annotations

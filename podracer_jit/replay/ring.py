@@ -5,6 +5,13 @@ of the blocks. A row is one step of all environments of a block. If observations
 frames, only the newest frame of each stack is stored, and stacks are rebuilt when they are read. A
 row holds the observation, the action, and the reward and flags that came back. The next row holds
 the observation that came back.
+
+Items, with stacks, n-step returns and last observations, are made when they are drawn. An item of L
+rows cannot be drawn before its L rows are there, or once the frames of its stack are overwritten.
+So the ring has L + stack more rows than the capacity. For sequences it also has the masks of valid
+rows and the carry of each rollout. A rollout begins in a multiple of T rows, so a sequence's place
+in the tree, and its carry, follow from its first row. Sequences overlap, and their rows are stored
+once.
 """
 
 from __future__ import annotations

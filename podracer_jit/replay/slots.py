@@ -1,7 +1,10 @@
 """Slots that hold whole items, in any order; unimportant items are evicted first.
 
 All observations of an item are stored, so this suits tasks with small observations. Each device
-stores an equal part of the slots, in whole blocks.
+stores an equal part of the slots, in whole blocks. Any slot takes any item, so a device may store
+items of environments that it has no rows of. Items are evicted by draws of
+priority^eviction_exponent until the capacity is kept; there is room for the items of one more
+rollout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Actors and gradient workers on a cluster: how a run begins them, and what each process does."""
+"""Actors and gradient workers on a cluster: how a run begins them, and what each process does.
+
+A process makes one object of the class `Service` from a config, a number and a life. It starts the
+environments of a segment at the first call for this segment, and prepares an update at the first
+call for a gradient of it. So a new process needs nothing from the one before. If G runs in the
+cluster, too, experience stays in the process that made it, and channels pass a reference.
+"""
 
 from __future__ import annotations
 

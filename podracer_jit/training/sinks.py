@@ -1,4 +1,8 @@
-"""Sinks are told the events of a run: files, trackers, the display, a user's own classes."""
+"""Sinks are told the events of a run: files, trackers, the display, a user's own classes.
+
+The writer's thread tells updates, the learner's checkpoints, the evaluator's its notes, the main
+thread the rest. A sink can only ask for a stop; the run then ends as after a signal.
+"""
 
 from __future__ import annotations
 
