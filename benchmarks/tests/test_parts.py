@@ -20,6 +20,7 @@ from benchmarks.parts import (
   conventional,
   core_distance,
   memory_use,
+  picture,
   rounds,
   segments,
   timed_parts,
@@ -295,6 +296,20 @@ def test_shares_of_overlapping_spans_add_up():
   spans = [(-1, 1, 'policy'), (2, 4, 'policy'), (3, 6, 'environment'), (8, 20, 'update')]
   assert rounds.shares(spans, 0.0, 10.0) == pytest.approx(
       {'policy': 1 + 1 + 0.5, 'environment': 0.5 + 2, 'update': 2, 'between': 1 + 2})
+
+
+def test_the_picture_of_a_round_draws_one_bar_for_a_span(tmp_path):
+  pytest.importorskip('matplotlib')
+  spans = [(0.0, 4.0, 'environment'), (4.0, 5.0, 'policy'), (5.0, 8.0, 'environment'),
+           (8.0, 9.0, 'policy')]
+  lanes = {'actor 0': dict(rounds.shares(spans, 0.0, 10.0))}
+  measured = rounds.Round(10.0, 10.0, lanes, {'actor 0': spans}, [], [0.0, 10.0], {})
+  picture.draw(measured, str(tmp_path / 'round.svg'))
+  drawn = (tmp_path / 'round.svg').read_text()
+  bars = re.findall(r'<path d="[^"]*" clip-path="[^"]*" style="fill: (#\w+)"', drawn)
+  assert len(bars) == len(spans) and len(set(bars)) == 2
+  picture.draw(measured, str(tmp_path / 'round.png'))
+  assert (tmp_path / 'round.png').stat().st_size > 1000
 
 
 def test_time_of_a_program_counts_before_its_thread_wakes():
