@@ -57,6 +57,11 @@ def load_config(location: str) -> ml_collections.ConfigDict:
 def choose(config: ml_collections.ConfigDict, section: str, name: str) -> None:
   """Puts another part into a config, with the part's options and their defaults.
 
+  >>> config = pj.load_config('ppo_cartpole')
+  >>> pj.choose(config, 'network', 'simba')
+  >>> config.network.hidden
+  128
+
   Args:
     config: the config to change.
     section: 'loss', 'network' or 'optimizer'.

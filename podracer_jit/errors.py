@@ -16,7 +16,7 @@ import re
 import traceback
 from collections.abc import Iterator
 
-# Exit codes of a training; docs/runs.md has the same table.
+# Exit codes of a training; docs/exit_codes.md has the same table.
 FINISHED = 0  # total_steps are reached
 FAILED = 1  # an error; the same command resumes from the newest checkpoint
 REFUSED = 2  # the training did not start: the command or the workdir is wrong

@@ -153,13 +153,13 @@ def texts() -> list[Path]:
   """Returns the files whose links, names and commands are checked."""
   return [ROOT / 'README.md', ROOT / 'ARCHITECTURE.md', ROOT / 'CHANGELOG.md',
           ROOT / 'CONTRIBUTING.md', ROOT / 'benchmarks' / 'gpu_day' / 'README.md',
-          *sorted((ROOT / 'docs').glob('*.md')),
+          *sorted((ROOT / 'docs').glob('*.md')), *sorted((ROOT / 'docs').glob('[!_]*/*.md')),
           *sorted((PACKAGE / 'configs').glob('[!_]*.py'))]
 
 
 def sources() -> list[Path]:
   """Returns the files that were written by hand: code, tests, scripts and texts."""
-  folders = (PACKAGE, ROOT / 'tests', ROOT / 'benchmarks', ROOT / 'examples')
+  folders = (PACKAGE, ROOT / 'tests', ROOT / 'benchmarks', ROOT / 'examples', ROOT / 'docs')
   return [*texts(), *(ROOT / 'scripts').iterdir(), ROOT / 'setup.cfg',
           *(path for folder in folders for path in folder.rglob('*.py'))]
 

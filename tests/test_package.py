@@ -132,7 +132,7 @@ def _required(*extras):
 
 @pytest.mark.parametrize("python", tried.JAX)
 def test_the_lock_of_each_python_satisfies_setup_cfg(python):
-  requirements = _required("test", "cuda", "tpu")
+  requirements = _required("test", "docs", "cuda", "tpu")
   assert requirements
 
   environment = {"python_version": python, "python_full_version": f"{python}.0"}

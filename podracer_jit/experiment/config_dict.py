@@ -19,6 +19,9 @@ def config(loss: str, network: str, optimizer: str, **fields: Any) -> Fields:
   A config file then sets the fields of its experiment. A flag can override each field. Only the
   section `env` takes new fields: the options of the task.
 
+  >>> pj.config('ppo', 'mlp', 'adam', scheme='sync').loss.gae_lambda
+  0.95
+
   Args:
     loss: a name in `losses.ALGORITHMS`, or 'module:Class' of your own.
     network: a name in `agents.networks.TORSOS` or `agents.q_networks.POLICY_AND_CRITIC`, or

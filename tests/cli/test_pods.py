@@ -197,9 +197,9 @@ def test_a_job_of_slurm_that_has_finished_or_was_refused_is_not_queued_again(job
   assert not (tmp_path / 'scontrol.log').exists() and not (tmp_path / 'gs:').exists()
 
 
-# The commands of docs/pods.md: their configs fit the hosts that they ask for.
+# The commands of docs/pods.md and docs/tpu.md: their configs fit the hosts that they ask for.
 
-PAGE = (ROOT / 'docs' / 'pods.md').read_text()
+PAGE = ''.join((ROOT / 'docs' / name).read_text() for name in ('pods.md', 'tpu.md'))
 COMMANDS = [text.replace('\\\n', ' ') for text in re.findall(r'```sh\n(.*?)```', PAGE, re.DOTALL)]
 
 
