@@ -44,15 +44,16 @@ _MODULES = {
 }
 __all__ = sorted(['errors', 'testing', *(name for names in _MODULES.values() for name in names)])
 
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
 
-def __getattr__(name: str) -> Any:
-  """Returns a name of the Python API."""
-  if name == 'testing':
-    return importlib.import_module('podracer_jit.testing')
-  for module, names in _MODULES.items():
-    if name in names:
-      return getattr(importlib.import_module(module), name)
-  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  def __getattr__(name: str) -> Any:
+    """Returns a name of the Python API."""
+    if name == 'testing':
+      return importlib.import_module('podracer_jit.testing')
+    for module, names in _MODULES.items():
+      if name in names:
+        return getattr(importlib.import_module(module), name)
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import ml_collections
@@ -36,7 +36,8 @@ from podracer_jit.workdir.workdir import make_request
 
 _logger = logging.getLogger(__name__)
 _MOST_DEVICES = 16  # that JAX is given for trainings to come
-Config = ml_collections.ConfigDict | ml_collections.FrozenConfigDict | Mapping[str, Any] | str
+Config: TypeAlias = (
+    ml_collections.ConfigDict | ml_collections.FrozenConfigDict | Mapping[str, Any] | str)
 
 
 def load_config(location: str) -> ml_collections.ConfigDict:

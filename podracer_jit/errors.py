@@ -124,11 +124,12 @@ def refusing(*kinds: type[Exception]) -> Iterator[None]:
   Args:
     *kinds: further exceptions that mean a refusal.
   """
+  caught: tuple[type[Exception], ...] = (ValueError, *kinds)
   try:
     yield
   except Refused:
     raise
-  except (ValueError, *kinds) as error:
+  except caught as error:
     text = str(error) or type(error).__name__
     raise Refused(text).with_traceback(error.__traceback__) from None
 

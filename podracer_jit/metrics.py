@@ -6,7 +6,6 @@ evaluations.jsonl, the second that of TensorBoard and of trackers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -20,7 +19,7 @@ class Metric(NamedTuple):
   unusual: str  # values to look at, and what they may mean; '' if none is
 
 
-def _by_name(*metrics: Metric) -> Mapping[str, Metric]:
+def _by_name(*metrics: Metric) -> dict[str, Metric]:
   return {metric.name: metric for metric in metrics}
 
 
@@ -163,9 +162,9 @@ TERMS = _by_name(
     Metric('alpha_loss', 'losses/alpha_loss', 'loss of the temperature (SAC); its gradient is what '
            'matters', 'nats', ''))
 
-UPDATES: Mapping[str, Metric] = _RUN | _SCHEDULES | _REPLAY | _CLUSTER | TERMS
+UPDATES: dict[str, Metric] = _RUN | _SCHEDULES | _REPLAY | _CLUSTER | TERMS
 
-EVALUATIONS: Mapping[str, Metric] = _by_name(
+EVALUATIONS: dict[str, Metric] = _by_name(
     *_AXES,
     Metric('num_episodes', 'eval/num_episodes', 'whole episodes of the evaluation', 'episodes',
            ''),
@@ -185,7 +184,7 @@ EVALUATIONS: Mapping[str, Metric] = _by_name(
            '(`eval.video_every`)', 'path', ''),
     Metric('error', '', 'a line about why there is no mean', 'text', 'present'))
 
-TABLE: Mapping[str, Metric] = UPDATES | EVALUATIONS
+TABLE: dict[str, Metric] = UPDATES | EVALUATIONS
 
 
 def shown(name: str) -> str:

@@ -397,7 +397,7 @@ def _problem_of_int(value: int, meaning: Meaning) -> str:
   return '' if -2**63 <= value < 2**63 else 'must be from -2^63 to 2^63 - 1'
 
 
-def _problem_of_float(value: float, meaning: Meaning) -> str:
+def _problem_of_float(value: Any, meaning: Meaning) -> str:
   try:
     value = float(value)
   except OverflowError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 # Workers of environments import options, and so this module, without JAX.
@@ -86,6 +87,8 @@ def parse(text: str) -> Schedule:
   kind, *parts = text.split(':')
   if kind not in KINDS or not parts:
     raise ValueError(f'must be a number, or a schedule ({", ".join(KINDS)}) such as {EXAMPLE}')
+  lengths: Sequence[str]
+  values: Sequence[str]
   if kind == 'piecewise':
     first, *changes = parts
     if not changes or not all('=' in change for change in changes):

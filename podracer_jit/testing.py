@@ -24,6 +24,7 @@ from podracer_jit.agents import action_masks, networks, policies, running_moment
 from podracer_jit.experiment import build, config_dict, schema, trial
 from podracer_jit.experiment.resolve import changed, placement_of, resolve
 from podracer_jit.learner import updates
+from podracer_jit.learner.from_replay import FromReplay
 from podracer_jit.learner.from_rollouts import FromRollouts, concatenate
 from podracer_jit.learner.updates import Draw
 from podracer_jit.losses.algorithm import Algorithm
@@ -146,7 +147,7 @@ def _with_loss(algorithm: type[Algorithm] | Algorithm, config: Any) -> config_di
 
 def _small(name: str) -> config_dict.Fields:
   """Returns a config for an algorithm of this name, which computes for seconds only."""
-  loss = schema.find_part('loss', name)
+  loss: type[Algorithm] = schema.find_part('loss', name)
   has_torso = loss.network_role == networks.TORSO
   config = config_dict.config(name, 'mlp' if has_torso else 'deterministic', 'adam',
                               unroll_length=16)
@@ -289,7 +290,7 @@ def _names(jaxpr: ClosedJaxpr) -> list[str]:
   return sorted({equation.primitive.name for equation in _equations(jaxpr)})
 
 
-def _constants(jaxpr: ClosedJaxpr) -> list[Any]:
+def _constants(jaxpr: ClosedJaxpr | Jaxpr) -> list[Any]:
   """Returns the arrays and numbers that a jaxpr holds, in order."""
   arrays = [x for each in _jaxprs(jaxpr) for x in getattr(each, 'consts', ())]
   return arrays + [x.val for equation in _equations(jaxpr) for x in equation.invars
@@ -340,6 +341,8 @@ def _check_legal(case: _Case) -> str:
     ValueError: one is not.
   """
   experiment = case.run.experiment
+  mask = experiment.spec.action_mask
+  assert mask is not None
   rows = 0
   for experience in case.experiences:
     legal = action_masks.split(experience.obs[:-1], experiment.spec)[1]
@@ -351,7 +354,7 @@ def _check_legal(case: _Case) -> str:
     if len(wrong):
       taken = experience.action[tuple(wrong[0])]
       raise ValueError(f'act of {experiment.loss_name}: takes the action {taken}, which '
-                       f'{experiment.spec.action_mask.name} says is illegal; draw it from what '
+                       f'{mask.name} says is illegal; draw it from what '
                        'self.network returns first')
     rows += int(experience.valid.sum())
   return f'action masks: the actions of {rows} steps are legal'
@@ -417,7 +420,7 @@ def _moved(params: Any) -> Any:
     deviation = 0.1 if x.ndim < 2 else np.prod(x.shape[:-1]) ** -0.5
     return x + (deviation * rng.normal(size=x.shape)).astype(x.dtype)
 
-  weights = treedef.unflatten(map(moved, leaves))
+  weights = jax.tree.unflatten(treedef, map(moved, leaves))
   return running_moments.with_moments_of(weights, params)
 
 
@@ -454,10 +457,12 @@ def _drawn(case: _Case) -> _Minibatch:
   experiment = dataclasses.replace(case.run.experiment, num_grad_shards=1)
   learner = build.make_learner(experiment, case.run.place.mesh)
   source = learner.source
+  assert isinstance(source, FromReplay) and experiment.replay is not None
   state = learner.allocate(case.state)
   insert = jax.jit(source.insert)
   for experience in case.experiences:
     state, _ = insert(state, experience, jnp.arange(1))
+  assert state.replay is not None
   place, probability = source.memory.draw(state.replay, state.key, source.group_batch)
   weight = (jnp.min(probability) / probability) ** experiment.replay.importance_exponent
   whole = Draw(place[None], weight[None], float(source.group_batch), None)
@@ -528,7 +533,8 @@ def _compare(case: _Case, whole: tuple[Any, Any], sums: tuple[Any, Any], parts: 
 def _rounding(case: _Case) -> float:
   """Returns the relative difference of two gradients that may be rounding."""
   jaxpr, _ = _trace(case.run, 'gradient', case.calls['gradient'])
-  types = {x.aval.dtype for equation in _equations(jaxpr) for x in equation.outvars}
+  types = {getattr(x.aval, 'dtype', None)
+           for equation in _equations(jaxpr) for x in equation.outvars}
   if types & {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}:
     return 0.05
   if jax.default_backend() != 'cpu':

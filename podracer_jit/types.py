@@ -101,6 +101,7 @@ class TrainState(NamedTuple):
 
   def with_target(self, params: Params) -> TrainState:
     """Returns the state with other target parameters; the count of gradient steps stays."""
+    assert self.target is not None, 'the algorithm has no init_target'
     return self._replace(target=self.target._replace(params=params))
 
 

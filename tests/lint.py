@@ -195,13 +195,19 @@ def names(path: Path) -> Iterator[str]:
               + re.findall(r'scripts/\w+(?:\.(?:py|sh))?', text)
               + re.findall(r'podracer_jit/[\w/]+\.py', text),
       'verb': re.findall(r'(?:^|`)(?:scripts/train|podracer_jit) ([a-z]\w*)', text, re.MULTILINE),
-      'module': re.findall(r'-m (benchmarks\.[\w.]+|tests\.\w+)', text)}
+      'module': re.findall(r'-m (benchmarks\.[\w.]+|tests\.\w+)', text),
+      'config': re.findall(r'--config=((?:examples/)?[a-z]\w*(?:\.py)?\b(?!/))', text)}
   for name in named['file']:
     if not (ROOT / name).is_file():
       yield f'{path}: no file {name}'
   for verb in named['verb']:
     if verb not in commands.VERBS:
       yield f'{path}: no verb {verb}'
+  for name in named['config']:
+    # A path from the root, or the name of a shipped one; mine.py is the reader's.
+    path_of = ROOT / name if name.endswith('.py') else PACKAGE / 'configs' / f'{name}.py'
+    if name != 'mine.py' and not path_of.is_file():
+      yield f'{path}: no config {name}'
   for name in named['module']:
     module = ROOT / name.replace('.', '/')
     if not (module.with_suffix('.py').is_file() or (module / '__main__.py').is_file()):

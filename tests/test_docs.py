@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import extras, processes
+from tests.runs import QUICK
 from tests.tiers import essential
 
 ROOT = Path(__file__).parent.parent
@@ -81,6 +82,26 @@ def test_the_commands_for_the_life_of_a_run(tmp_path):
                   'changed before update 15: optimizer.learning_rate: 0.001 before, 0.0001 since',
                   'the run begins with parameters, optimizer of', 'history: B began with'):
     assert message in output, message
+
+
+@pytest.mark.parametrize('page, outputs', essential(
+    [('devices', ['finished at update']), ('reproduce', ['identical: ']),
+     ('where_runs_part', ['optimizer.learning_rate: 0.001 in A, 0.0001 in B',
+                         'differ at update 1: the batch is the same and the parameters differ',
+                         'update_2.npz: the rollout of update 2'])],
+    'reproduce'))
+def test_the_first_commands_of_a_page(page, outputs, tmp_path):
+  """Runs the page's first block, with the command in place of scripts/train."""
+  block = blocks(ROOT / 'docs' / f'{page}.md', 'sh')[0]
+  (tmp_path / 'scripts').mkdir()
+  command = tmp_path / 'scripts' / 'train'
+  command.write_text(f'#!/bin/sh\nexec {sys.executable} -P -m podracer_jit "$@"\n')
+  command.chmod(0o755)
+  result = subprocess.run(['bash', '-euc', block], cwd=tmp_path, capture_output=True, text=True,
+                          timeout=600, env=QUICK | {'PYTHONPATH': str(ROOT)}, check=False)
+  assert result.returncode == 0, result.stdout + result.stderr
+  for output in outputs:
+    assert output in result.stdout + result.stderr
 
 
 @pytest.mark.parametrize('name', essential(

@@ -37,6 +37,8 @@ def test_a_planted_fault_is_found(monkeypatch, check, module, source, complaint)
     (lint.merges, 'one\n<<<<<<< HEAD\n', 'page.md:2: a merge is not finished'),
     (lint.merges, '>>>>>>> other', 'page.md:1: a merge is not finished'),
     (lint.names, 'see podracer_jit/losses/missing.py', 'no file podracer_jit/losses/missing.py'),
+    (lint.names, 'train --config=ppo_missing', 'no config ppo_missing'),
+    (lint.names, '--config=examples/missing.py', 'no config examples/missing.py'),
     (lint.names, '`podracer_jit missing`', 'no verb missing'),
     (lint.names, 'python -m benchmarks.missing', 'no module benchmarks.missing'),
     (lint.names, '--config.loss.missing=1', 'no field loss.missing'),

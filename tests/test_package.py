@@ -117,6 +117,48 @@ def test_wheel_trains_away_from_the_repository(installed, tmp_path):
   assert "impala_catch" in _run(installed / "podracer_jit", "configs", cwd=tmp_path)
 
 
+RIGHT = """
+from collections.abc import Mapping
+import podracer_jit as pj
+
+def stop(record: Mapping[str, float]) -> object:
+  return pj.STOP
+
+config = pj.load_config('ppo_cartpole')
+run = pj.train(config, 'runs/x', callbacks=[stop])
+if isinstance(run, pj.Trained):
+  mean: float = pj.evaluate(run.agent, num_episodes=20).statistics['mean']
+  run.agent.save('runs/agent')
+try:
+  agent = pj.load('runs/agent')
+except pj.errors.Refused as error:
+  print(error.code + 1)
+"""
+
+
+def test_a_type_checker_knows_the_python_api(tmp_path):
+  """Types are found through `py.typed` and the names that `__init__` loads later."""
+  pytest.importorskip("mypy")
+
+  def complaints(program):
+    (tmp_path / "program.py").write_text(program)
+    options = ("--follow-imports=silent", "--no-error-summary", "--ignore-missing-imports")
+    return subprocess.run(
+      [sys.executable, "-m", "mypy", "--config-file=", *options, "program.py"],
+      cwd=tmp_path,
+      capture_output=True,
+      text=True,
+      timeout=300,
+      check=False,
+      env=os.environ | {"MYPYPATH": str(ROOT)},
+    ).stdout.splitlines()
+
+  assert complaints(RIGHT) == []
+  wrong = "pj.evaluate('agent')\npj.load(3.5)\npj.missing\nrun.agent.act()\n"
+  lines = complaints("import podracer_jit as pj\nrun = pj.Trained()\n" + wrong)
+  assert [int(line.split(":")[1]) for line in lines] == [2, 3, 4, 5, 6], lines
+
+
 def _requirements(lines):
   lines = (line.partition("#")[0].strip() for line in lines.splitlines())
   return [Requirement(line) for line in lines if line]

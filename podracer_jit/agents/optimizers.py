@@ -64,7 +64,7 @@ class Optimizer(abc.ABC):
     """Yields problems of the combination of options, one line each."""
     rate = self.learning_rate
     changes = isinstance(rate, Schedule)
-    if not np.float32(max(rate.values) if changes else rate) > 0:
+    if not np.float32(max(rate.values) if isinstance(rate, Schedule) else rate) > 0:
       yield f'learning_rate: must be above 0, got {rate}'
     if self.kl_target and self.anneal:
       yield 'kl_target: the rate either adapts or anneals; set optimizer.anneal = False'

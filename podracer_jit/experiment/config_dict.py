@@ -144,8 +144,10 @@ def as_fields(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Fields:
   """Returns a config as `Fields`, locked; references between its fields stay."""
   if isinstance(config, ml_collections.FrozenConfigDict):
     config = ml_collections.ConfigDict(config)
-  is_dict = isinstance(config, ml_collections.ConfigDict)
-  items = config.items(preserve_field_references=True) if is_dict else config.items()
+  if isinstance(config, ml_collections.ConfigDict):
+    items = config.items(preserve_field_references=True)
+  else:
+    items = config.items()
   fields = Fields()
   for name, value in items:
     is_section = isinstance(value, Mapping | ml_collections.ConfigDict)

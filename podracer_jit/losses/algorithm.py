@@ -79,7 +79,8 @@ class Batch(NamedTuple):
   items: Any  # what `Items.make` returns: Rollout [L, N, ...] or Transition [N, ...]
   targets: Any  # arrays [L, N, ...] of `targets`; None for items of a replay
   weight: jax.Array | None  # [N] f32: importance weights of a replay; None for rollouts
-  count: jax.Array  # [] f32: valid rows (of a replay: items) of the whole minibatch, at least 1
+  # It takes the place of tuple.count.
+  count: jax.Array  # type: ignore[assignment]  # [] f32: valid rows (of a replay: items) of the whole minibatch, at least 1
   statistics: Any  # of the whole minibatch
 
 
@@ -303,6 +304,7 @@ class Algorithm(abc.ABC):
     If an option is a schedule, options may be traced arrays: use operators, not functions of NumPy.
     """
     del num_envs
+    return None
 
   def act(self, params: Any, obs: jax.Array, carry: Carry, valid: jax.Array,
           key: jax.Array | None, exploration: jax.Array | None) -> Acted:
@@ -318,10 +320,12 @@ class Algorithm(abc.ABC):
       exploration: [B] f32, these environments' constants; None in evaluations.
     """
     del exploration
-    dist_params, value, carry = self.network.apply(params, obs[None], carry, valid[None])
+    outputs: Any = self.network.apply(params, obs[None], carry, valid[None])
+    dist_params, value, carry = outputs
     chex.assert_rank([dist_params, value], [3, 2])  # [1, B, K] and [1, B]
     policy = self.parts.policy
     action = policy.mode(dist_params[0]) if key is None else policy.sample(key, dist_params[0])
+    assert policy.log_prob is not None, 'only policies that read a distribution act here'
     extras = {'log_prob': policy.log_prob(dist_params[0], action), 'value': value[0]}
     return Acted(action, extras, carry, dist_params[0])
 
@@ -473,7 +477,8 @@ class Algorithm(abc.ABC):
     if action is None:
       return self.network.apply(params, obs, carry, valid)[:2]
     action = jnp.concatenate([action, action[-1:]])
-    dist_params, value, _, heads = self.network.apply(params, obs, carry, valid, action)
+    outputs: Any = self.network.apply(params, obs, carry, valid, action)
+    dist_params, value, _, heads = outputs
     return dist_params, value, jax.tree.map(lambda x: x[:-1], heads)
 
 
@@ -504,10 +509,12 @@ def weighted_loss(error: jax.Array, batch: Batch, terms: Metrics) -> tuple[jax.A
   Returns:
     The results of `Algorithm.loss`; |TD error| becomes the items' priority.
   """
+  weight = batch.weight
+  assert weight is not None, 'the items of a replay have weights'
   chex.assert_rank(error, 1)
-  chex.assert_equal_shape([error, batch.weight, *terms.values()])
+  chex.assert_equal_shape([error, weight, *terms.values()])
   abs_td_error = jnp.abs(lax.stop_gradient(error))
-  losses = 0.5 * batch.weight * jnp.square(error)
-  terms = terms | dict(loss=losses, abs_td_error=abs_td_error, importance_weight=batch.weight)
+  losses = 0.5 * weight * jnp.square(error)
+  terms = terms | dict(loss=losses, abs_td_error=abs_td_error, importance_weight=weight)
   valid = jnp.sum(jnp.ones_like(abs_td_error))
   return jnp.sum(losses) / batch.count, Aux(jax.tree.map(jnp.sum, terms), valid, abs_td_error)

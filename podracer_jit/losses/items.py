@@ -92,8 +92,9 @@ def environments(unroll_length: int) -> Items:
 def transitions(n_step: int, discount: float) -> Items:
   """Returns `Transition` [N, ...] over n steps, or fewer if the episode ends before."""
   @island('n_step_return')
-  def returns(*rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return n_step_return(*rows, discount)
+  def returns(reward: jax.Array, terminated: jax.Array, truncated: jax.Array
+              ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return n_step_return(reward, terminated, truncated, discount)
 
   def make(window: Window) -> Transition:
     rows = window.rows()

@@ -156,7 +156,8 @@ class Agent:
 
   @functools.cached_property
   def _leaves(self) -> list[spaces.Leaf]:
-    """The arrays of an observation."""
+    """The arrays of an observation; the task has spaces."""
+    assert self._spaces is not None
     return spaces.leaves_of(self.task, self._spaces.observation)
 
   def _batch(self, obs: Any) -> tuple[np.ndarray, bool]:
@@ -204,7 +205,8 @@ class Agent:
     def shapes(tree):
       return jax.tree.map(np.shape, tree)
     expected = jax.eval_shape(lambda: self.player.algorithm.initial_carry(size))
-    same = jax.tree.structure(state) == jax.tree.structure(expected)
+    structure: Any = jax.tree.structure(state)
+    same = structure == jax.tree.structure(expected)
     if not same or jax.tree.leaves(shapes(state)) != jax.tree.leaves(shapes(expected)):
       raise ValueError(f'state: must be what the last call for {size} '
                        f'observation{"s" if size > 1 else ""} returned, or None')
