@@ -1,4 +1,4 @@
-"""The wheel without the repository, the lock files, and the versions that were tried."""
+"""Wheel and sdist without the repository, the lock files, and the versions that were tried."""
 
 import configparser
 import json
@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from podracer_jit.cli import main
 from podracer_jit.runtime import tried
 from tests import made
 
@@ -63,8 +64,14 @@ def _build(tmp):
   shutil.copytree(ROOT / "podracer_jit", source / "podracer_jit", ignore=ignore)
   for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
     shutil.copy(ROOT / name, source)
-  options = ("--no-deps", "--no-build-isolation", "--wheel-dir", tmp)
-  _run(sys.executable, "-m", "pip", "wheel", *options, source, cwd=tmp)
+  make_sdist = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp)!r})"
+  _run(sys.executable, "-c", make_sdist, cwd=source)
+  _make_wheel(source, tmp)
+
+
+def _make_wheel(source, folder):
+  options = ("--no-deps", "--no-build-isolation", "--wheel-dir", folder)
+  _run(sys.executable, "-m", "pip", "wheel", *options, source, cwd=folder)
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +103,19 @@ def test_wheel_has_every_module_and_data_file(wheel):
   assert not missing
 
 
+def test_the_sdist_makes_the_same_wheel(wheel, tmp_path):
+  (sdist,) = wheel.parent.glob("podracer_jit-*.tar.gz")
+  _make_wheel(sdist, tmp_path)
+  (again,) = tmp_path.glob("podracer_jit-*.whl")
+
+  def contents(path):
+    return {info.filename: info.CRC for info in zipfile.ZipFile(path).infolist()}
+
+  assert contents(again) == contents(wheel)
+
+
 @pytest.mark.full
-def test_wheel_trains_away_from_the_repository(installed, tmp_path):
+def test_all_verbs_of_the_wheel_work_away_from_the_repository(installed, tmp_path):
   where = "import podracer_jit; print(podracer_jit.__file__)"
   imported = _run(installed / "python", "-c", where, cwd=tmp_path).strip().splitlines()[-1]
   home = installed.parent.resolve()
@@ -111,10 +129,24 @@ def test_wheel_trains_away_from_the_repository(installed, tmp_path):
   assert all(isinstance(json.loads(line), dict) for line in lines)
 
   # The other verbs do not need the repository either.
-  assert "identical: " in _run(installed / "podracer_jit", "compare", "run", "run", cwd=tmp_path)
-  args = ("evaluate", "--workdir=run", "--num_episodes=2")
-  assert "2 episodes" in _run(installed / "podracer_jit", *args, cwd=tmp_path, timeout=600)
-  assert "impala_catch" in _run(installed / "podracer_jit", "configs", cwd=tmp_path)
+  config = "--config=impala_catch:smoke"
+  outputs = {
+    "evaluate --workdir=run --num_episodes=2": "2 episodes",
+    "export --workdir=run --out=exported": "exported",
+    "compare run run": "identical: ",
+    "report run --out=report": "report",
+    "rerun --workdir=run --update=2": "update_2.npz",
+    f"sweep {config} --seeds=3:3 --out=sweep": "sweep",
+    f"launch -n 1 -- {config} --workdir=launched": "finished at update",
+    f"train {config} --workdir=trained": "finished at update",
+    "configs": "impala_catch",
+    "envs catch": "Catch-v0",
+    "metrics sps": "charts/SPS",
+  }
+  assert {command.split()[0] for command in outputs} == set(main.VERBS)
+  for command, output in outputs.items():
+    printed = _run(installed / "podracer_jit", *command.split(), cwd=tmp_path, timeout=600)
+    assert output in printed, (command, printed)
 
 
 RIGHT = """
