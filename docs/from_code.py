@@ -248,7 +248,7 @@ def table_of_errors() -> str:
 
   def visit(cls: type[errors.PodracerError], depth: int) -> None:
     first = (inspect.getdoc(cls) or '').partition('\n\n')[0]
-    indent = '&ensp;' * 2 * depth
+    indent = '&nbsp;' * 4 * depth
     code = '3, 130' if cls is errors.Stopped else str(cls.code)
     rows.append((f'{indent}`{cls.__name__}`', code, ' '.join(first.split())))
     for below in cls.__subclasses__():
