@@ -2,11 +2,19 @@
 
   python -m benchmarks.pictures flow     # docs/images/data_flow.svg
   python -m benchmarks.pictures mujoco   # docs/images/mujoco.svg, from the table of docs/results.md
-  python -m benchmarks.pictures agent runs/cheetah runs/cheetah/before.mp4 runs/cheetah/after.mp4
+  python -m benchmarks.pictures agent runs/pole runs/before.mp4 runs/after.mp4
 
-The last one writes docs/images/agent.webp: two films of `evaluate --video`, of a policy before and
-after training, above the learning curve of the run. All pictures have a ground of their own, so
-they are legible on light and dark pages; SVGs follow the reader's choice of colours.
+The last one writes docs/images/agent.webp: films of a policy before and after training, beside the
+learning curve of the run. They are of CartPole:
+
+  podracer_jit --config=ppo_cartpole --workdir=runs/pole
+  podracer_jit evaluate --workdir=runs/pole --num_episodes=1 --seed=3 --video=runs/after.mp4
+  podracer_jit --config=ppo_cartpole:smoke --config.optimizer.learning_rate=1e-9 \\
+      --workdir=runs/untrained
+  podracer_jit evaluate --workdir=runs/untrained --num_episodes=1 --seed=3 --video=runs/before.mp4
+
+All pictures have a ground of their own, so they are legible on light and dark pages; SVGs by this
+script follow the reader's choice of colours.
 """
 
 from __future__ import annotations

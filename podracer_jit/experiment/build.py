@@ -90,7 +90,8 @@ class Run:
   def initial_state_later(self) -> Callable[[], TrainState]:
     """Starts to compute `initial_state`; returns the function that waits for it.
 
-    The program compiles while environments start.
+    The program compiles while environments start. The constructor of a pool holds Python's lock, so
+    nothing can be traced meanwhile, but XLA compiles.
     """
     thread = concurrent.futures.ThreadPoolExecutor(1, 'first state')
     future = thread.submit(self.initial_state)
