@@ -79,6 +79,7 @@ class Central:
     Returns:
       The next state, and metrics with a leading axis [1] of updates.
     """
+    self._in_order(state.params)
     key = self._update_key(TrainState(None, None, state.update, None, state.key))
     prepared = self._workers.prepare(updates.view(state), key, rollout)
     own = None
@@ -114,12 +115,23 @@ class Central:
       The next `own`, and the Aux and the gradient's norm, of which processes without the centre
       have the shapes.
     """
+    self._in_order(sums)
     if own is not None:
       return self._central.step(own, placement.replica(sums, self._centre))
-    # The next collective needs no value of this process, so nothing else would keep it from
-    # starting before the one that made these sums.
-    jax.block_until_ready(sums)
     return None, (sums[1], jax.ShapeDtypeStruct((), jnp.float32))
+
+  def _in_order(self, results: Any) -> None:
+    """Waits for the results of a collective before the next one, if there are several processes.
+
+    A device begins a program once its arguments are there. Those of the next collective may be
+    there on some devices before this one has begun on others. Those devices would wait in it, with
+    the threads that the others need.
+
+    Args:
+      results: of the collective, on this process's devices.
+    """
+    if jax.process_count() > 1:
+      jax.block_until_ready(results)
 
   def _send(self, own: TrainState | None, state: TrainState, metrics: Metrics | None = None,
             like: Metrics | None = None) -> tuple[TrainState, Metrics | None]:

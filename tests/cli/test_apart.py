@@ -16,6 +16,8 @@ PPO = ['--config=configs/ppo_cartpole.py:smoke', '--config.env.num_envs=8',
        '--config.log.tensorboard=False', '--config.total_steps=2500']
 IMPALA = [PPO[0].replace('ppo', 'impala'), *PPO[1:]]
 APART = ['--config.placement.actor_devices=(0,)', '--config.placement.learner_devices=(1,)']
+# Devices of a process would wait in collectives of their own, if these began in any order.
+TWO_EACH = ['--config.placement.actor_devices=(0,1)', '--config.placement.learner_devices=(0,1)']
 NORMALISED = ['--config.normalise.obs=True', '--config.normalise.reward=True',
               '--config.optimizer.max_grad_norm=0.5']
 
@@ -46,8 +48,8 @@ CASES = {
     'rapid, IMPALA': ('rapid', IMPALA, 2),
     'rapid, running moments': ('rapid', [*PPO, *NORMALISED], 2),
     'rapid, 4 processes': ('rapid', PPO, 4),
-    'dppo, 2 devices each': ('dppo', [*PPO, '--config.placement.actor_devices=(0,1)',
-                                      '--config.placement.learner_devices=(0,1)'], 2),
+    'dppo, 2 devices each': ('dppo', [*PPO, *TWO_EACH], 2),
+    'rapid, 2 devices each': ('rapid', [*PPO, *TWO_EACH], 2),
     'ddppo, PPO': ('ddppo', PPO, 2)}
 
 
