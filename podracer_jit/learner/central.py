@@ -162,6 +162,9 @@ class Central:
       like: a tree of the same shapes on the mesh, whose values do not count.
     """
     if values is not None:
+      # Other devices of this process would begin the collective before, and keep threads that the
+      # centre's programs need.
+      jax.block_until_ready(values)
       like = placement.with_replica(like, values, self._centre)
     return self._copies_of_first(like)
 
