@@ -53,7 +53,7 @@ CASES = {
     'ddppo, PPO': ('ddppo', PPO, 2)}
 
 
-@pytest.mark.parametrize('case', essential(CASES, 'dppo, PPO', 'rapid, V-trace'))
+@pytest.mark.parametrize('case', essential(CASES, 'dppo, 2 devices each', 'rapid, V-trace'))
 @pytest.mark.same_bits('2 processes and 1, 4 and 1', 'PPO, with V-trace and without, IMPALA: MLP '
                        '(`dppo`, `rapid`, `ddppo`)')
 def test_processes_that_share_gradients_make_the_same_bits_as_one(case, tmp_path):
