@@ -9,9 +9,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import difflib
+import functools
 import importlib.metadata
 import math
 import os
+import subprocess
+import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -354,6 +358,33 @@ def make_pool(task: str, options: Mapping[str, Any], seeds: Sequence[int], num_t
         seed=list(seeds), num_threads=num_threads, **options)
 
 
+# A process of its own, with this program and a task's name, draws the task.
+_DRAWS = """
+import sys, warnings
+warnings.simplefilter('ignore')
+import envpool
+pool = envpool.make(sys.argv[1], env_type='gymnasium', num_envs=1, num_threads=1,
+                    render_mode='rgb_array')
+pool.reset()
+pool.render()
+"""
+
+
+@functools.cache
+def _problem_of_rendering(task: str) -> str:
+  """Returns why drawing a task would end this process, as MuJoCo does without OpenGL; else ''.
+
+  Errors that are raised are none of these.
+  """
+  with tempfile.TemporaryDirectory() as folder:  # MuJoCo writes a log to the current one
+    done = subprocess.run([sys.executable, '-c', _DRAWS, task], capture_output=True, text=True,
+                          stdin=subprocess.DEVNULL, check=False, cwd=folder)
+  if not done.returncode or 'Traceback' in done.stderr:
+    return ''
+  lines = [*filter(None, map(str.strip, f'{done.stdout}\n{done.stderr}'.splitlines()))]
+  return ': '.join(['the simulator ends the process that draws', *lines[-1:]])
+
+
 def _make_folder_of_games(task: str) -> None:
   """Makes the folder that each ViZDoom game looks for in the working directory.
 
@@ -492,6 +523,9 @@ class EnvPoolVectorEnv:
       RuntimeError: EnvPool cannot draw this task.
     """
     del state
+    problem = _problem_of_rendering(self.task)
+    if problem:
+      raise RuntimeError(problem)
     return self._pool.render()[0]
 
   @property

@@ -1,5 +1,6 @@
 """Surprising behaviour of EnvPool, and how the package handles it."""
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -420,3 +421,23 @@ def test_a_spec_makes_one_game(monkeypatch):
   assert calls == [options]
   with pytest.raises(ValueError, match='env.img_height: '):
     envpool_envs.make_spec('Pong-v5', dict(options, img_height=0))
+
+
+@pytest.mark.parametrize('program, expected', [
+    (None, ''),
+    ('print("ERROR: no OpenGL"); raise SystemExit(1)',
+     'the simulator ends the process that draws: ERROR: no OpenGL'),
+    ('import os; os.abort()', 'the simulator ends the process that draws'),
+    ('raise RuntimeError("CartPole has no pictures")', '')])
+def test_a_simulator_that_would_end_the_process_does_not_draw(monkeypatch, program, expected):
+  """As MuJoCo does without OpenGL; what it raises is told as it is."""
+  if program:
+    monkeypatch.setattr(envpool_envs, '_DRAWS', program)
+  envpool_envs._problem_of_rendering.cache_clear()
+  try:
+    assert envpool_envs._problem_of_rendering('CartPole-v1') == expected
+    vector_env = envpool_envs.EnvPoolVectorEnv('CartPole-v1', {}, [1], 1, 0)
+    with contextlib.closing(vector_env), pytest.raises(RuntimeError, match=expected or '.'):
+      vector_env.render(None)  # without `render_options` EnvPool raises an error, too
+  finally:
+    envpool_envs._problem_of_rendering.cache_clear()
