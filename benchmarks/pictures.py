@@ -2,6 +2,7 @@
 
   python -m benchmarks.pictures flow     # docs/images/data_flow.svg
   python -m benchmarks.pictures mujoco   # docs/images/mujoco.svg, from the table of docs/results.md
+  python -m benchmarks.pictures live     # docs/images/live.svg; trains ppo_cartpole
   python -m benchmarks.pictures agent runs/pole runs/before.mp4 runs/after.mp4
 
 The last one writes docs/images/agent.webp: films of a policy before and after training, beside the
@@ -24,6 +25,8 @@ import io
 import json
 import re
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,11 +55,12 @@ def _style() -> str:
   return f'<style>{rules(0)} @media (prefers-color-scheme: dark) {{ {rules(1)} }}</style>'
 
 
-def _svg(width: int, height: int, title: str, body: Sequence[str]) -> str:
+def _svg(width: int, height: int, title: str, body: Sequence[str], font: str = 'sans-serif'
+         ) -> str:
   """Returns a picture with a ground of its own."""
   return '\n'.join([
       f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-      f'height="{height}" font-family="sans-serif" font-size="13" role="img">',
+      f'height="{height}" font-family="{font}" font-size="13" role="img">',
       f'<title>{escape(title)}</title>', _style(),
       f'<rect width="{width}" height="{height}" rx="8" class="fill-ground"/>',
       *body, '</svg>', ''])
@@ -229,17 +233,92 @@ def agent(workdir: Path, before: Path, after: Path, out: Path, seconds: float = 
                     duration=1000 // frame_rate, quality=55, method=6)
 
 
+class _Screen(io.StringIO):
+  """A terminal that keeps each block that is shown, with the time."""
+
+  def __init__(self):
+    super().__init__()
+    self.shown: list[tuple[float, list[str]]] = []
+
+  def write(self, text: str) -> int:
+    """Keeps the lines of a block, without the codes that move the cursor and colour it."""
+    lines = [line.rstrip() for line in re.sub(r'\x1b\[[0-9;?]*[A-Za-z]', '', text).splitlines()]
+    block = [line.replace('\r', '') for line in lines if line.strip('\r ')]
+    if len(block) > 3:
+      self.shown.append((time.monotonic(), block))
+    return len(text)
+
+
+def filmed(config: Any, workdir: Path) -> list[tuple[float, list[str]]]:
+  """Trains; returns the live blocks that a terminal of 92 columns would show, with seconds.
+
+  Args:
+    config: of the training.
+    workdir: for it.
+  """
+  from rich.console import Console
+
+  import podracer_jit as pj
+  from podracer_jit.experiment.resolve import resolve
+  from podracer_jit.training.progress import Progress
+
+  screen = _Screen()
+  console = Console(file=screen, force_terminal=True, color_system=None, width=92)
+  experiment = resolve(config)
+  pj.train(config, workdir, callbacks=[
+      Progress(experiment, f'{experiment.loss_name} on {experiment.env.task}', console)])
+  began = screen.shown[0][0]
+  return [(at - began, block) for at, block in screen.shown]
+
+
+def live(shown: Sequence[tuple[float, list[str]]], least_s: float = 0.25) -> str:
+  """Returns an animation of live blocks, which shows them at the pace of the training.
+
+  Args:
+    shown: the blocks, with seconds.
+    least_s: blocks that come sooner after the one before are left out, but for the last one.
+  """
+  chosen = [shown[0]]
+  for at, block in shown[1:]:
+    if at - chosen[-1][0] >= least_s or block is shown[-1][1]:
+      chosen.append((at, block))
+  pause = 3.0  # at the end
+  total = chosen[-1][0] + pause
+  height = 24 + 19 * max(len(block) for _, block in chosen)
+  body = []
+  ends = [at for at, _ in chosen[1:]] + [total]
+  for (at, block), end in zip(chosen, ends, strict=True):
+    rows = ''.join(f'<tspan x="16" y="{26 + 19 * i}">{escape(line)}</tspan>'
+                   for i, line in enumerate(block))
+    # Readers without animations see the last block.
+    shows = 'visible' if end == total else 'hidden'
+    times, values = (0, at / total, end / total), ('hidden', 'visible', 'hidden')
+    if at == 0:
+      times, values = times[1:], values[1:]
+    body.append(
+        f'<text class="fill-text" xml:space="preserve" visibility="{shows}">{rows}<animate '
+        f'attributeName="visibility" values="{";".join(values)}" calcMode="discrete" '
+        f'keyTimes="{";".join(f"{x:.4f}" for x in times)}" dur="{total:.2f}s" '
+        'repeatCount="indefinite"/></text>')
+  return _svg(780, height, 'What a terminal shows while it trains', body, 'monospace')
+
+
 def main(argv: Sequence[str]) -> int:
   """Draws the picture that is asked for; returns the exit code."""
   parser = argparse.ArgumentParser(prog='python -m benchmarks.pictures', description=__doc__,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('name', choices=('flow', 'mujoco', 'agent'))
+  parser.add_argument('name', choices=('flow', 'mujoco', 'live', 'agent'))
   parser.add_argument('paths', nargs='*', type=Path, help='agent: a workdir and two films')
   args = parser.parse_args(argv)
   if (args.name == 'agent') != (len(args.paths) == 3):
     parser.error('agent needs a workdir and two films; the others need nothing')
   if args.name == 'agent':
     agent(*args.paths, IMAGES / 'agent.webp')
+  elif args.name == 'live':
+    import podracer_jit as pj
+    with tempfile.TemporaryDirectory() as folder:
+      shown = filmed(pj.load_config('ppo_cartpole'), Path(folder) / 'run')
+    (IMAGES / 'live.svg').write_text(live(shown))
   elif args.name == 'flow':
     (IMAGES / 'data_flow.svg').write_text(flow())
   else:

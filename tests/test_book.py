@@ -5,9 +5,11 @@ import json
 import re
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 
+import podracer_jit as pj
 from benchmarks import pictures
 from podracer_jit import experiment
 from podracer_jit.losses import ALGORITHMS
@@ -180,3 +182,25 @@ def test_the_notebook(tmp_path):
   assert done.returncode == 0, done.stdout + done.stderr
   assert 'equal in every update: True' in done.stdout
   assert "scheme: " in done.stdout and "'snyc'" in done.stdout  # refused
+
+
+def test_the_live_block_is_filmed_at_the_pace_of_a_real_training(tmp_path):
+  shown = pictures.filmed(pj.load_config('impala_catch:smoke'), tmp_path / 'run')
+  assert len(shown) > 1 and shown[0][0] == 0
+  drawn = pictures.live(shown)
+  blocks = [''.join(text.itertext()) for text in ElementTree.fromstring(drawn).iter(
+      '{http://www.w3.org/2000/svg}text')]
+  assert 1 < len(blocks) <= len(shown)
+  assert 'impala on Catch-v0' in blocks[-1] and 'of 5,000' in blocks[-1]
+  # Without animation, the last one is visible.
+  states = re.findall('visibility="(hidden|visible)"', drawn)
+  assert states == ['hidden'] * (len(blocks) - 1) + ['visible']
+
+
+def test_a_film_shows_each_block_as_long_as_it_was_there():
+  blocks = [[f'block {i}', 'a', 'b', 'c'] for i in range(4)]
+  drawn = pictures.live([(0.0, blocks[0]), (0.1, blocks[1]), (1.0, blocks[2]), (1.1, blocks[3])])
+  # The second comes too soon after the first; the last one stays for three seconds: 4.1 in all.
+  assert 'block 1' not in drawn and all(f'block {i}' in drawn for i in (0, 2, 3))
+  times = re.findall('keyTimes="([^"]*)" dur="4.10s"', drawn)
+  assert times == ['0.0000;0.2439', '0.0000;0.2439;0.2683', '0.0000;0.2683;1.0000']
