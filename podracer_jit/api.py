@@ -203,7 +203,7 @@ def _start(config: Config) -> dict[str, Any]:
 
 def _train(enter: Callable[[contextlib.ExitStack], contextlib.AbstractContextManager],
            quiet: bool, **options: Any) -> tuple[Any, bool]:
-  """Opens a session and trains it.
+  """Opens runs and trains them.
 
   Whenever a signal comes, it has its usual effect once the workdir is closed again.
 
