@@ -124,7 +124,7 @@ def test_the_page_of_fields_has_all_of_them(site):
   for section in ('network', 'optimizer'):
     for part in schema.CHOICES[section].shipped.values():
       assert all(f'{section}.{name}\n' in text for name in defaults(part))
-  assert 'whole number from 1 to 10_000\n' in text  # num_epochs
+  assert 'whole number from 1 to 10,000\n' in text  # num_epochs
   assert '0.0\nnumber from 0' in text  # optimizer.kl_target
 
 

@@ -224,9 +224,9 @@ class Mirror(Sink):
           left -= len(chunk)
       self._copied[name] = version
     self._write(INDEX, dict(run=self._run(), update=update, files=sizes))
-    # A checkpoint goes as a folder, where the store has folders.
-    gone = {'/'.join(name.split('/')[:2]) if name.startswith('checkpoints/') else name
-            for name in before if name not in sizes}
+    # A checkpoint goes as a folder, where the store has folders; unless it was made again.
+    kept = set(map(_unit, sizes))
+    gone = {name if _unit(name) in kept else _unit(name) for name in before if name not in sizes}
     for name in gone:
       self._store.rm(f'{self._root}/{name}', recursive=True)
 
@@ -260,3 +260,8 @@ class Mirror(Sink):
     # Servers of files have folders; stores of objects have none, and do nothing.
     self._store.makedirs(path.rpartition('/')[0], exist_ok=True)
     return self._store.open(path, 'wb')
+
+
+def _unit(name: str) -> str:
+  """Returns the folder of a checkpoint's file; another file by itself."""
+  return '/'.join(name.split('/')[:2]) if name.startswith('checkpoints/') else name
