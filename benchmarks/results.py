@@ -62,7 +62,7 @@ class Row(NamedTuple):
 
   @property
   def key(self) -> tuple[str, str, str]:
-    """What tells rows apart."""
+    """The command of the row: config, task and further flags. No two rows have the same."""
     return self.config, self.task, self.flags
 
   @property

@@ -485,6 +485,14 @@ def _sums(case: _Case, minibatch: _Minibatch, parts: int, key: jax.Array) -> tup
 
   @jax.jit
   def compute(state, source, draw, key):
+    """Returns the sum of the gradients, and the priorities.
+
+    Args:
+      state: the view of the train state.
+      source: what `read` takes the rows from.
+      draw: which rows each group has.
+      key: of the loss.
+    """
     groups = Groups(len(draw.index), 1)
     gradients = updates.make_gradients(algorithm, read, groups, most_rows)
     sums, priority = gradients(state, source, draw, key)

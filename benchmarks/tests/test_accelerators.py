@@ -132,15 +132,16 @@ def test_islands_have_equal_kernels_in_one_program_and_in_two(name, platform):
   assert together == apart
 
 
-@pytest.mark.parametrize('platform, count', [
-    *MESHES[:-1],
-    pytest.param(*MESHES[-1], marks=pytest.mark.xfail(
-        strict=True, reason='the last layer has another layout; see docs/exactness.md'))])
+@pytest.mark.parametrize('platform, count', MESHES)
 def test_islands_have_equal_kernels_in_workers_of_gradients(platform, count):
   with programs.of(changed(CASES['ppo'], scheme='dppo'), chips.devices(platform, count)) as of:
     whole = kernels(compiled(of.learner()))
     _, gradient, *_ = map(compiled, of.gradients())
-  assert kernels(gradient)['gradient'] == whole['gradient'] != set()
+  apart = kernels(gradient)['gradient']
+  assert len(apart) == len(whole['gradient']) > 10
+  # On two TPUs the last layer has another layout, in two kernels; docs/exactness.md says so.
+  others = 2 if (platform, count) == ('tpu', 2) else 0
+  assert len(apart - whole['gradient']) == others
 
 
 @pytest.mark.parametrize('precision, expected', [('highest', True), ('default', False)])

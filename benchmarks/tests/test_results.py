@@ -45,12 +45,12 @@ def test_rows_of_real_runs_and_one_trained_again(tmp_path):
                           f'--config.seed={seed}', f'--workdir={tmp_path / "runs" / str(seed)}'])
     assert done.returncode == 0, done.stderr
   table = tmp_path / 'results.csv'
-  made = run_benchmark('results', f'--table={table}', 'rows', str(tmp_path / 'runs'))
-  assert made.returncode == 0, made.stderr
+  rows = run_benchmark('results', f'--table={table}', 'rows', str(tmp_path / 'runs'))
+  assert rows.returncode == 0, rows.stderr
   (row,) = results.read(table)
   assert row.key == ('impala_catch:smoke', 'Catch-v0', '')
   assert row.seeds == '1 2' and row.protocol == 'training' and row.values.shape == (2,)
-  assert row.markdown() in made.stdout
+  assert row.markdown() in rows.stdout
 
   results.write(table, [row._replace(returns='-1 1')])  # almost everything is expected
   done = run_benchmark('results', f'--table={table}', 'again', f'--folder={tmp_path / "again"}')

@@ -11,10 +11,10 @@ Normalisation uses the statistics of the previous update; the learner adds the v
 update at its end. Rewards are divided by a deviation that includes the current rollout, since no
 actor looks at them.
 
-With a replay only DQN's observations are normalised. The replay has them as they came, and losses
-normalise what they draw. Each valid row counts once, as it is added: rows that were drawn would
-count by their priorities, and as often as there are gradient steps. The statistics change before
-the gradient steps, so the first step has some, and a target network gets those of the network.
+A replay has observations as they came, and losses normalise what they draw. Each valid row counts
+once, as it is added: rows that were drawn would count by their priorities, and as often as there
+are gradient steps. The statistics change before the gradient steps, so the first step has some, and
+a target network gets those of the network.
 
 An algorithm's `init` may add moments of its own to the collection: `obs`, if only the algorithm
 reads them, and any other name for its targets of this name (`examples/rnd.py`: intrinsic returns).

@@ -158,7 +158,14 @@ class VectorEnvOfShapes:
 
   def send(self, token: jax.Array, state: Any, action: jax.Array,
            env_id: jax.Array | None = None) -> tuple[jax.Array, Any]:
-    """Does nothing. Args and results: see `VectorEnv.send`."""
+    """Does nothing, and returns the token and the state; see `VectorEnv.send`.
+
+    Args:
+      token: [] or of any shape; passed on.
+      state: of the environments; passed on.
+      action: not read.
+      env_id: not read.
+    """
     del action, env_id
     return token, state
 

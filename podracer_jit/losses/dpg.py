@@ -119,7 +119,16 @@ class DPG(Algorithm):
 
   def act(self, params: Any, obs: jax.Array, carry: Carry, valid: jax.Array,
           key: jax.Array | None, exploration: jax.Array | None) -> Acted:
-    """Acts with noise, and without in evaluations; see `Algorithm.act`."""
+    """Acts with noise, and without in evaluations; see `Algorithm.act`.
+
+    Args:
+      params: of policy and critic.
+      obs: [B, ...].
+      carry: None.
+      valid: [B] bool; not read.
+      key: PRNG key of the row; None in evaluations.
+      exploration: [B] f32, the deviations of the noise; None in evaluations.
+    """
     del carry, valid
     policy_action, value = (x[0] for x in self.network.apply(params, obs[None]))
     policy = self.parts.policy
@@ -145,6 +154,12 @@ class DPG(Algorithm):
     """Returns the weighted losses of critic and policy; see `Algorithm.loss`.
 
     The TD errors are the critic's.
+
+    Args:
+      params: of policy and critic.
+      state: with the target networks.
+      batch: of n-step transitions, with importance weights.
+      key: not read.
     """
     del key
     transition = batch.items

@@ -147,6 +147,17 @@ class _Interface:
     params = jax.tree.unflatten(self._tree, [params[name] for name in self._names])
 
     def row(obs, state, is_first, number):
+      """Acts for one row.
+
+      Args:
+        obs: [...].
+        state: the carry of one environment.
+        is_first: [] bool, whether an episode begins.
+        number: [] i32, of the row; rows draw with keys of their own.
+
+      Returns:
+        Its action, the next carry, and the parameters of the distribution.
+      """
       obs, state, is_first = jax.tree.map(lambda x: x[None], (obs, state, is_first))
       row_key = None
       if key is not None:

@@ -251,6 +251,14 @@ def _for_each(fused: Callable, by_seed: NamedSharding) -> Callable:
     by_seed: sharding of the states.
   """
   def fused_seeds(states, actor_states, limit, total):
+    """Runs the seeds of one device, on a GPU at once, on a CPU one after the other.
+
+    Args:
+      states: the train states, with a leading axis of seeds.
+      actor_states: likewise.
+      limit: [] i32, most updates.
+      total: count of valid steps after which no update begins.
+    """
     if next(iter(by_seed.device_set)).platform != 'cpu':
       return jax.vmap(fused, in_axes=(0, 0, None, None))(states, actor_states, limit, total)
     return jax.lax.map(lambda of_seed: fused(*of_seed, limit, total), (states, actor_states))

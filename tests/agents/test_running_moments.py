@@ -169,14 +169,14 @@ def test_images_are_normalised_pixel_by_pixel():
 
 
 def test_a_network_gets_images_in_deviations_and_from_0_to_1_before_it_has_any():
-  seen = []
+  inputs = []
   algorithm = resolve(small(**IMAGES)).algorithm
   params = algorithm.init(jax.random.key(0))
   obs = np.random.default_rng(0).integers(0, 256, size=(1, 5, 4, 21, 21)).astype(np.uint8)
 
   def watch(next_method, args, kwargs, context):
     if isinstance(context.module, NatureCNN):
-      seen.append(args[0])
+      inputs.append(args[0])
     return next_method(*args, **kwargs)
 
   mean = np.full((4, 21, 21), 0.5, np.float32)
@@ -185,7 +185,7 @@ def test_a_network_gets_images_in_deviations_and_from_0_to_1_before_it_has_any()
     for moments in (params['moments']['obs'], known):
       changed_params = {**params, 'moments': params['moments'] | {'obs': moments}}
       algorithm.network.apply(changed_params, obs, None, np.ones((1, 5), bool))
-  of_first, of_second = (next(x for x in seen[i:] if len(x) == 5) for i in (0, len(seen) // 2))
+  of_first, of_second = (next(x for x in inputs[i:] if len(x) == 5) for i in (0, len(inputs) // 2))
   assert_allclose(of_first, obs[0] / 255.0, rtol=1e-6)
   assert_allclose(of_second, (obs[0] / 255.0 - 0.5) / 0.25, rtol=1e-4, atol=1e-5)
 
@@ -200,7 +200,7 @@ def test_actors_and_learner_normalise_images_by_the_moments_of_the_updates_befor
 
 
 def test_stacks_of_frames_of_a_replay_are_not_normalised():
-  """It has each frame once; images that are no stacks are normalised."""
+  """The replay stores each frame once, so moments of whole stacks are unknown to it."""
   config = changed(small('dqn', 'Pong-v5', 'nature_cnn'), normalise__obs=True, num_minibatches=1)
   with pytest.raises(ValueError, match=r'^normalise\.obs: dqn adds each frame of Pong-v5 to its'):
     resolve(config)

@@ -430,7 +430,7 @@ def test_a_spec_makes_one_game(monkeypatch):
     ('import os; os.abort()', 'the simulator ends the process that draws'),
     ('raise RuntimeError("CartPole has no pictures")', '')])
 def test_a_simulator_that_would_end_the_process_does_not_draw(monkeypatch, program, expected):
-  """As MuJoCo does without OpenGL; what it raises is told as it is."""
+  """MuJoCo ends the process without OpenGL, so another process tries to draw first."""
   if program:
     monkeypatch.setattr(envpool_envs, '_DRAWS', program)
   envpool_envs._problem_of_rendering.cache_clear()

@@ -895,12 +895,12 @@ def test_the_ring_gives_sequences_whose_rows_are_of_several_rollouts(period):
       place = np.array(sorted(expected), np.int32)
       if not len(place):
         continue
-      found = jax.tree.map(np.asarray, read(state, place))
+      items = jax.tree.map(np.asarray, read(state, place))
       for n, (e, of_rows, t, of_priority) in enumerate(expected[k] for k in place):
         for name in ('action', 'reward', 'terminated', 'truncated', 'valid'):
-          assert_array_equal(getattr(found, name)[:, n], getattr(of_rows, name)[t:t + 10, e])
-        assert_array_equal(found.obs[:, n], of_rows.obs[t:t + 11, e])
-        assert_array_equal(found.carry[0, n], of_rows.obs[t, e] + [0, 0.5])
+          assert_array_equal(getattr(items, name)[:, n], getattr(of_rows, name)[t:t + 10, e])
+        assert_array_equal(items.obs[:, n], of_rows.obs[t:t + 11, e])
+        assert_array_equal(items.carry[0, n], of_rows.obs[t, e] + [0, 0.5])
         assert leaves[place[n]] == pytest.approx(of_priority + 1e-6, rel=1e-5)
   assert max(sizes) >= capacity and sizes[1] == 0 and not rows.valid[::ROWS].all()
 

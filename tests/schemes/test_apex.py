@@ -272,23 +272,23 @@ def test_actors_wait_for_gradient_steps_only_if_a_ratio_is_set(ratio, most):
 
   With a ratio, each actor has one in the queue and one in its hands.
   """
-  made = threading.Condition()
+  changed_counts = threading.Condition()
   counts = {'actor 0': 0, 'actor 1': 0}
   during = []
 
   def counted(name):
     def count(*_):
-      with made:
+      with changed_counts:
         counts[name] += 1
-        made.notify_all()
+        changed_counts.notify_all()
     return wrap(name, before=count)
 
   def turn(call, *_):
     if call.number == 4:
-      with made:
+      with changed_counts:
         before = sum(counts.values())
         # The replay keeps 600 items, which are 6 rollouts.
-        made.wait_for(lambda: sum(counts.values()) >= before + 5, 2 if ratio else 30)
+        changed_counts.wait_for(lambda: sum(counts.values()) >= before + 5, 2 if ratio else 30)
         during.append(sum(counts.values()) - before)
 
   free = _free(replay__samples_per_insert=ratio, replay__tolerance=1024)
