@@ -42,6 +42,7 @@ PLACES = {
 @pytest.fixture(scope='module')
 def receipts(tmp_path_factory):
   """Returns a function that gives the receipts of a case in a place; it runs each once."""
+  tmp_path_factory.getbasetemp()  # made before there are threads: two would both create it
   return functools.cache(lambda *args: _receipts(tmp_path_factory.mktemp('run'), *args))
 
 
