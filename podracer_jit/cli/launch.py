@@ -3,6 +3,9 @@
   podracer_jit launch -n 2 -- --config=configs/impala_catch.py --config.num_shards=2 \\
       --config.num_grad_shards=2 --workdir=runs/x
 
+`-n numa` starts a process for each NUMA node of the machine, on the node's cores. Memory belongs to
+the node whose core first writes it, so that of environments stays beside their threads.
+
 Each process gets the flags after --. Device indices of the placement count the devices of one
 process: with -n 2 and one learner device, the learner mesh has two devices. SIGINT, SIGTERM and
 SIGHUP are passed on to the processes. If the launcher is killed, its processes get a SIGTERM. If a
@@ -25,7 +28,7 @@ from typing import IO
 
 from podracer_jit.cli import verb
 from podracer_jit.errors import FINISHED, STOPPED, Refused
-from podracer_jit.runtime import children
+from podracer_jit.runtime import children, machine
 from podracer_jit.runtime.output import say
 from podracer_jit.training import stopping
 
@@ -40,10 +43,12 @@ def main(argv: Sequence[str]) -> int:
   if set(before) & {'-h', '--help'}:
     print(__doc__)
     return 0
-  if len(argv) < 5 or argv[1] != '-n' or not argv[2].isdigit() or argv[3] != '--' or argv[2] == '0':
-    raise Refused('the number of processes and the flags of training are needed: '
+  count = argv[2] if len(argv) > 4 and argv[1] == '-n' and argv[3] == '--' else ''
+  if count != 'numa' and not (count.isdecimal() and int(count)):
+    raise Refused('the number of processes, or numa, and the flags of training are needed: '
                   'podracer_jit launch -n 2 -- --config=... --workdir=...')
-  count = int(argv[2])
+  # Without nodes, a process has the CPUs of this one.
+  cpus = machine.numa_nodes() if count == 'numa' else [()] * int(count)
 
   # The port stays bound until the end, so that no other launch gets it. Process 0 can still listen
   # at it, since gRPC sets SO_REUSEPORT.
@@ -52,11 +57,11 @@ def main(argv: Sequence[str]) -> int:
   reserved.bind(('127.0.0.1', 0))
   port = reserved.getsockname()[1]
   together = ['--distributed', f'--coordinator_address=127.0.0.1:{port}',
-              f'--num_processes={count}']
+              f'--num_processes={len(cpus)}']
   processes = [
-      children.start([*argv[4:], *together, f'--process_id={i}'], stdout=subprocess.PIPE,
-                     stderr=subprocess.STDOUT, text=True, errors='replace')
-      for i in range(count)]
+      children.start([*argv[4:], *together, f'--process_id={i}'], cpus_of_process,
+                     stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors='replace')
+      for i, cpus_of_process in enumerate(cpus)]
   for number in stopping.numbers():
     signal.signal(number, lambda number, frame: _send(processes, number))
   readers = [threading.Thread(target=_print_lines, args=(i, p.stdout), daemon=True)

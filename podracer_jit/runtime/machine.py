@@ -184,6 +184,25 @@ def hardware() -> dict[str, Any]:
           'threads': len(os.sched_getaffinity(0)), 'memory': host_memory()}
 
 
+def numa_nodes(root: Path = Path('/')) -> list[set[int]]:
+  """Returns the CPUs that this process may use, for each NUMA node that has any.
+
+  Args:
+    root: the folder of /sys.
+  """
+  allowed = os.sched_getaffinity(0)
+  folders = (root / 'sys/devices/system/node').glob('node[0-9]*')
+  nodes = [_cpus(''.join(_lines(folder / 'cpulist'))) & allowed
+           for folder in sorted(folders, key=lambda folder: int(folder.name.removeprefix('node')))]
+  return [cpus for cpus in nodes if cpus] or [allowed]
+
+
+def _cpus(ranges: str) -> set[int]:
+  """Returns the CPUs of a list as Linux writes it, such as '0-3,8'; of an empty one, none."""
+  bounds = [tuple(map(int, part.split('-'))) for part in ranges.split(',') if part]
+  return {cpu for bound in bounds for cpu in range(bound[0], bound[-1] + 1)}
+
+
 def resident_memory() -> int:
   """Returns the bytes of memory that this process occupies; its children are not counted."""
   pages = int(Path('/proc/self/statm').read_text().split()[1])

@@ -91,6 +91,29 @@ def test_two_processes_make_the_same_bits_as_one(uninterrupted, tmp_path):
       m['episode_return'] for m in lines(uninterrupted / 'metrics.jsonl')]
 
 
+TWO_NODES = """
+from podracer_jit.cli import launch
+from podracer_jit.runtime import machine
+machine.numa_nodes = lambda: [{0}, {1}]
+import sys
+sys.exit(launch.main(['launch', '-n', 'numa', '--', *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.skipif(not {0, 1} <= os.sched_getaffinity(0), reason='needs the cores 0 and 1')
+@pytest.mark.same_bits('a process for each NUMA node and 1', 'IMPALA: MLP (`cleanba`)')
+def test_a_process_for_each_numa_node_has_its_cores_and_the_same_bits(uninterrupted, tmp_path):
+  process = subprocess.Popen(
+      [sys.executable, '-P', '-c', TWO_NODES, *CATCH, f'--workdir={tmp_path}'],
+      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=QUICK)
+  wait_for_updates(process, tmp_path, 1)
+  cores = {i: os.sched_getaffinity(pid) for i, pid in workers_of(process).items()}
+  out, _ = process.communicate(timeout=300)
+  assert process.returncode == 0, out
+  assert cores == {0: {0}, 1: {1}}
+  assert 'identical: ' in verb('compare', uninterrupted, tmp_path).stdout
+
+
 def check_two_as_one(experiment, folder, count=2):
   """Checks that two processes, or `count`, make the bits of one; returns their workdir."""
   of_one, of_two = folder / 'one', folder / 'two'

@@ -42,6 +42,20 @@ def test_no_file_of_groups_is_no_quota(tmp_path):
   assert machine.quota(tmp_path, tmp_path / 'missing') == math.inf
 
 
+@pytest.mark.parametrize('files, nodes', [
+    ({'node0': '0-3,8-11\n', 'node1': '4-7,12-15\n'}, [{1, 2, 8}, {4, 5}]),
+    # Numbered, not sorted as text; those without a core that this process may use are left out.
+    ({'node10': '4-5\n', 'node2': '1\n', 'node3': '\n', 'node4': '0\n'}, [{1}, {4, 5}]),
+    ({}, [{1, 2, 4, 5, 8}])])  # a kernel without NUMA
+def test_numa_nodes(tmp_path, monkeypatch, files, nodes):
+  monkeypatch.setattr(machine.os, 'sched_getaffinity', lambda _: {1, 2, 4, 5, 8})
+  for node, cpus in files.items():
+    folder = tmp_path / 'sys/devices/system/node' / node
+    folder.mkdir(parents=True)
+    (folder / 'cpulist').write_text(cpus)
+  assert machine.numa_nodes(tmp_path) == nodes
+
+
 def test_a_quota_limits_the_cores(monkeypatch):
   monkeypatch.setattr(machine, 'quota', lambda: 0.5)
   assert machine.here().cores == machine.here().near == 1
