@@ -36,9 +36,7 @@ def permutation(key: jax.Array, count: int) -> jax.Array:
   columns = next(divisors, side)
   rows = -(-count // columns)
   # The remainder makes some distances likelier than others by at most columns / 2**32.
-  shape = _ROUNDS // 2, columns + rows
-  # Drawn as one row, the same numbers compile twice as fast.
-  bits = jax.random.bits(key, (math.prod(shape),), jnp.uint32).reshape(shape)
+  bits = jax.random.bits(key, (_ROUNDS // 2, columns + rows), jnp.uint32)
   by_column = (bits[:, :columns] % jnp.uint32(rows)).astype(jnp.int32)
   by_row = (bits[:, columns:] % jnp.uint32(columns)).astype(jnp.int32)
 
