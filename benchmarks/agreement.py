@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-os.environ.setdefault('NPROC', '16')  # the size of XLA's thread pool belongs to the experiment
+os.environ.setdefault('NPROC', '16')  # threads of XLA's pool
 
 import jax  # noqa: E402
 

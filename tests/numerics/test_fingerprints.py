@@ -2,12 +2,15 @@
 
 import copy
 import math
+import os
+import sys
 
 import jax
 import numpy as np
 import pytest
 
 from podracer_jit.numerics import fingerprints
+from tests import processes
 
 T = 6
 B = 8
@@ -193,3 +196,15 @@ def test_as_hex_writes_16_digits():
   ones = np.ones(3, np.float32)
   high, low = _expected([ones])
   assert int(fingerprints.as_hex(_jitted([ones])), 16) == high << 32 | low
+
+
+def test_the_canary_of_two_threads_is_that_of_many():
+  """XLA splits sums among threads; a single one it treats differently."""
+  program = 'from podracer_jit.numerics import fingerprints; print(fingerprints.canary())'
+  canaries = []
+  for threads in ('1', '2', '5', '16'):
+    done = processes.run([sys.executable, '-P', '-c', program],
+                         env={**os.environ, 'NPROC': threads})
+    assert done.returncode == 0, done.stderr
+    canaries.append(done.stdout)
+  assert canaries[1] == canaries[2] == canaries[3] != canaries[0]

@@ -5,9 +5,12 @@ the earlier code wrote. Those of 0.7.0 are of commit 6574384, before the algorit
 that of 0.9.0 is of commit f84498c, which had a replay for each gradient group.
 """
 
+import functools
 import json
+import os
 import re
 import shutil
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -60,11 +63,30 @@ def headers(entries):
   return [line for line in entries if 'segment' in line]
 
 
-def computes_alike(header, other):
-  """Returns whether equal code has equal bits in two segments, by their headers in receipts."""
+# Prints the canary as versions until 0.8 computed it, with the 16 threads that all their runs had.
+OLD_CANARY = """
+from podracer_jit.numerics import fingerprints
+fingerprints.independent_of_threads = lambda closed: closed
+print(fingerprints.canary())
+"""
+
+
+@functools.cache
+def old_canary():
+  done = processes.run([sys.executable, '-P', '-c', OLD_CANARY], env={**os.environ, 'NPROC': '16'})
+  assert done.returncode == 0, done.stderr
+  return done.stdout.strip()
+
+
+def computes_alike(header, old):
+  """Returns whether the old code would have these bits here.
+
+  Args:
+    header: of a segment of today's code, in its receipts.
+    old: of a segment of the old code.
+  """
   ours = {'podracer_jit': None, 'python': None}
-  return (header['canary'], header['versions'] | ours) == (
-      other['canary'], other['versions'] | ours)
+  return (old_canary(), header['versions'] | ours) == (old['canary'], old['versions'] | ours)
 
 
 def resume(name, workdir):
