@@ -2,7 +2,6 @@
 
 import copy
 import math
-import os
 import sys
 
 import jax
@@ -198,13 +197,19 @@ def test_as_hex_writes_16_digits():
   assert int(fingerprints.as_hex(_jitted([ones])), 16) == high << 32 | low
 
 
+CANARY = """
+import os
+os.environ['NPROC'] = '{threads}'
+from podracer_jit.numerics import fingerprints
+print(fingerprints.canary())
+"""
+
+
 def test_the_canary_of_two_threads_is_that_of_many():
-  """XLA splits sums among threads; a single one it treats differently."""
-  program = 'from podracer_jit.numerics import fingerprints; print(fingerprints.canary())'
+  """XLA splits sums among threads; with a single one it computes in another way."""
   canaries = []
-  for threads in ('1', '2', '5', '16'):
-    done = processes.run([sys.executable, '-P', '-c', program],
-                         env={**os.environ, 'NPROC': threads})
+  for threads in (1, 2, 5, 16):
+    done = processes.run([sys.executable, '-P', '-c', CANARY.format(threads=threads)])
     assert done.returncode == 0, done.stderr
     canaries.append(done.stdout)
   assert canaries[1] == canaries[2] == canaries[3] != canaries[0]

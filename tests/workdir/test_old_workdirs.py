@@ -7,7 +7,6 @@ that of 0.9.0 is of commit f84498c, which had a replay for each gradient group.
 
 import functools
 import json
-import os
 import re
 import shutil
 import sys
@@ -65,6 +64,8 @@ def headers(entries):
 
 # Prints the canary as versions until 0.8 computed it, with the 16 threads that all their runs had.
 OLD_CANARY = """
+import os
+os.environ['NPROC'] = '16'
 from podracer_jit.numerics import fingerprints
 fingerprints.independent_of_threads = lambda closed: closed
 print(fingerprints.canary())
@@ -73,7 +74,7 @@ print(fingerprints.canary())
 
 @functools.cache
 def old_canary():
-  done = processes.run([sys.executable, '-P', '-c', OLD_CANARY], env={**os.environ, 'NPROC': '16'})
+  done = processes.run([sys.executable, '-P', '-c', OLD_CANARY])
   assert done.returncode == 0, done.stderr
   return done.stdout.strip()
 
