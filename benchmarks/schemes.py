@@ -84,7 +84,7 @@ def measure(experiment: Experiment, seconds: float) -> Figures:
   measured: list[_Measured] = []
 
   def report(item: Report) -> None:  # `fused` reports a whole call, of several updates
-    if not jax.device_get(item.metrics.get('sampled', [1]))[item.count - 1]:
+    if not jax.device_get(item.metrics.get('sampled', [1] * item.count))[item.count - 1]:
       return  # the replay is still being filled
     steps = int(jax.device_get(item.metrics['steps'])[item.count - 1])
     measured.append(_Measured(time.perf_counter(), steps, sum(item.cgd) / item.count,

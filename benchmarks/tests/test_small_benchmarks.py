@@ -15,10 +15,12 @@ from benchmarks.tests.run import run_benchmark
 def test_schemes_are_measured(tmp_path):
   path = tmp_path / 'x.json'
   process = run_benchmark('schemes', '--config=configs/ppo_cartpole.py:smoke',
-                          '--schemes=sync,impala', '--workers=1', '--seconds=0', f'--json={path}')
+                          '--config.placement.updates_per_call=2', '--schemes=sync,fused,impala',
+                          '--workers=1', '--seconds=0', f'--json={path}')
   assert process.returncode == 0, process.stderr
   rows = json.loads(path.read_text())
-  assert [(row['scheme'], row['workers']) for row in rows] == [('sync', 1), ('impala', 1)]
+  assert [(row['scheme'], row['workers']) for row in rows] == [
+      ('sync', 1), ('fused', 1), ('impala', 1)]
   assert all(row['fps'] > 0 for row in rows)
 
 
