@@ -35,6 +35,7 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.common import say
+from podracer_jit.experiment import modules
 from podracer_jit.report import reading, statistics
 
 TABLE = Path(__file__).resolve().parents[1] / 'docs' / 'results.csv'
@@ -212,8 +213,10 @@ def again(row: Row, folder: Path) -> bool:
                   f'--workdir={workdir}'], check=True)
   if row.protocol != TRAINING:
     actions, episodes, _ = row.protocol.split()
+    copies = modules.by_comma(map(str, workdir.glob('sources/*/*.py')))  # of an example's modules
     subprocess.run([*command, 'evaluate', f'--workdir={workdir}', f'--num_episodes={episodes}',
-                    *(['--greedy'] if actions == 'greedy,' else ['--nogreedy'])], check=True)
+                    f'--allow_modules={copies}',
+                    '--greedy' if actions == 'greedy,' else '--nogreedy'], check=True)
   (run,) = reading.read([workdir])
   value = _return(run)
   low, high = expected(row.values)

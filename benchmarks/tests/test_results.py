@@ -62,6 +62,16 @@ def test_rows_of_real_runs_and_one_trained_again(tmp_path):
   assert done.returncode == 1 and ' is NOT within 50.00 to 50.00' in done.stdout
 
 
+def test_a_row_of_an_example_is_trained_and_evaluated_again(tmp_path):
+  """Evaluations of a config with modules of its own must be allowed to import them."""
+  row = ROW._replace(config='examples/vmpo.py:smoke', flags='', returns='-1e6 0 1e6')
+  table = tmp_path / 'results.csv'
+  results.write(table, [row])
+  done = run_benchmark('results', f'--table={table}', 'again', f'--folder={tmp_path / "again"}')
+  assert done.returncode == 0, done.stderr
+  assert 'examples/vmpo.py:smoke on CartPole-v1, seed 4: ' in done.stdout
+
+
 @pytest.mark.parametrize('args, message', [
     (['rows', 'nowhere'], 'nowhere: does not exist'),
     (['again', '--row=xyz'], '--row: there is no row xyz; the file has ')])

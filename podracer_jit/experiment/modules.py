@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import shlex
 import sys
 import traceback
@@ -89,12 +91,19 @@ def check(fields: Mapping[str, Any], allowed: Collection[str], where: str,
                        f'{options.shorten(parts.file_of(name), 600)}'
                        for field, name in refused.items())
     # Quoted, since people copy the flag into a shell, and names may be a stranger's.
-    names = shlex.quote(','.join(map(options.shorten, dict.fromkeys(refused.values()))))
-    kept = ','.join(filter(None, map(copies, dict.fromkeys(refused.values()))))
+    names = shlex.quote(by_comma(map(options.shorten, dict.fromkeys(refused.values()))))
+    kept = by_comma(filter(None, map(copies, dict.fromkeys(refused.values()))))
     or_kept = (', or the copies that are kept with it: '
                f'--allow_modules={shlex.quote(kept)}' if kept else '')
     raise ValueError(f'--workdir: {where} names modules of its own ({listed}); if you trust them: '
                      f'--allow_modules={names}{or_kept}')
+
+
+def by_comma(entries: Iterable[str]) -> str:
+  """Returns entries as the flag --allow_modules takes them: one with a comma is in quotes."""
+  text = io.StringIO()
+  csv.writer(text, lineterminator='').writerow(entries)
+  return text.getvalue()
 
 
 def allowed(entries: Iterable[str | Path]) -> frozenset[str]:
