@@ -368,7 +368,7 @@ def _curves(comparison: Comparison, pictures: _Pictures) -> dict[str, Any] | Non
       count = max(count, sum(len(line.curve.seeds) for line in lines))
       svg = figures.curves(lines, label, 'return', size)
       of_axes[axis] = pictures.add(f'curve-{task}-{axis}',
-                                   f'{task}: mean return of training over {label}', svg)
+                                   f'{task}: mean return of training', svg)
     if of_axes:
       drawn.append(dict(name=task, figures=of_axes, words=_count(count, 'run')))
   if not drawn:
