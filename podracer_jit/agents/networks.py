@@ -340,7 +340,7 @@ class SimBa(nn.Module):
 
   The defaults are the sizes of the paper's actor. Its critic has hidden = 512 and blocks = 2; here
   actor and critic have the same sizes. The paper's running statistics of observations are
-  `normalise.obs`, which SAC, TD3 and R2D2 do not have. The paper trains with AdamW.
+  `normalise.obs`, which not all algorithms with a replay have. The paper trains with AdamW.
   """
 
   hidden: int = option(128, 'width of the residual stream', at_least=1, at_most=MAX_UNITS)

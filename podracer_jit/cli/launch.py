@@ -3,8 +3,8 @@
   podracer_jit launch -n 2 -- --config=configs/impala_catch.py --config.num_shards=2 \\
       --config.num_grad_shards=2 --workdir=runs/x
 
-`-n numa` starts a process for each NUMA node of the machine, on the node's cores. Memory belongs to
-the node whose core first writes it, so that of environments stays beside their threads.
+`-n numa` starts a process for each NUMA node of the machine, on the node's cores. Linux places
+memory on the node that first writes it, so environments have theirs on the node of their threads.
 
 Each process gets the flags after --. Device indices of the placement count the devices of one
 process: with -n 2 and one learner device, the learner mesh has two devices. SIGINT, SIGTERM and
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
   if count != 'numa' and not (count.isdecimal() and int(count)):
     raise Refused('the number of processes, or numa, and the flags of training are needed: '
                   'podracer_jit launch -n 2 -- --config=... --workdir=...')
-  # Without nodes, a process has the CPUs of this one.
+  # An empty set leaves a process all CPUs of this one.
   cpus = machine.numa_nodes() if count == 'numa' else [()] * int(count)
 
   # The port stays bound until the end, so that no other launch gets it. Process 0 can still listen

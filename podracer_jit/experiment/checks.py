@@ -167,7 +167,7 @@ def _algorithm(experiment: Experiment) -> Iterator[str]:
   algorithm = experiment.loss
   if algorithm.policy_reads != policies.DISTRIBUTION and type(algorithm).act is Algorithm.act:
     yield (f'loss.name: {name} has policy_reads = {shown(algorithm.policy_reads)} but no method '
-           'act: that of Algorithm draws from a distribution; write one, as losses/dqn.py does')
+           'act: that of Algorithm draws from a distribution; write one (docs/own_parts.md)')
   problem = problem_of_epsilon(algorithm, experiment.eval.greedy, experiment.eval.epsilon)
   if problem:
     yield f'eval.epsilon: {problem}'

@@ -172,8 +172,9 @@ def canary() -> str:
   """Returns the fingerprint of the gradients of fixed small networks on fixed inputs.
 
   It changes with the arithmetic of this process: the device, the versions of libraries, the
-  compiler's flags, one thread or several. The batches are large because XLA does not split the sums
-  of small ones among threads. As in islands, the number of threads does not matter from two on.
+  compiler's flags, and whether XLA's pool has one thread. From two threads on, their number does
+  not matter, as in islands. The batches are large because XLA does not split the sums of small ones
+  among threads.
 
   Returns:
     16 hexadecimal digits.

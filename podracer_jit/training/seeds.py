@@ -255,7 +255,7 @@ def _for_each(fused: Callable, by_seed: NamedSharding) -> Callable:
 
     Args:
       states: the train states, with a leading axis of seeds.
-      actor_states: likewise.
+      actor_states: the states of the actors, with the same axis.
       limit: [] i32, most updates.
       total: count of valid steps after which no update begins.
     """

@@ -986,7 +986,7 @@ LOSSES = [
     ('NeedsExploration', 'act of {}:NeedsExploration in evaluations (exploration = None) '
      '({}.py, line N): TypeError: '),
     ('ByValues', "{}:ByValues has policy_reads = 'action values' but no method act: that of "
-     'Algorithm draws from a distribution; write one, as losses/dqn.py does'),
+     'Algorithm draws from a distribution; write one (docs/own_parts.md)'),
     ('ByGuesses', "no shipped policy reads 'guesses', the policy_reads of {}:ByGuesses; policy "
      'must name one of your own'),
     ('NoNetwork', 'make_network of {}:NoNetwork ({}.py, line N): AttributeError: '),
