@@ -28,6 +28,7 @@ class RolloutProgram:
     # The shapes of its results; None if it was not traced, as an earlier segment's was kept.
     self.result_shapes: Any | None = None
     self._program = None
+    self._key: Hashable = None  # of the loaded program
     self._last = None
 
   def load(self, function: Callable, args: tuple[Any, ...], donate: tuple[int, ...],
@@ -40,29 +41,20 @@ class RolloutProgram:
       args: its arguments, arrays or shapes, to compile it for.
       donate: indices of the arguments whose buffers are donated.
       out_shardings: shardings of the results, as `jax.jit` takes them.
-      kept: programs of earlier segments of the run, which need not be traced and compiled again;
-        the new one is added. None: keeps nothing.
+      kept: programs of earlier segments of the run, which need not be traced and compiled again,
+        nor the one that is loaded; the new one is added. None: keeps nothing.
       key: tells functions of a run apart that differ in more than their vector environments.
 
     Returns:
       The compiled function. Call it from one thread at a time.
     """
-    self.result_shapes = None
     device = _device_of(args)
-    kept = {} if kept is None else kept
     key = (key, len(self.vector_envs), donate, *map(_kind_of, jax.tree.leaves(args)))
-    jitted = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings)
-    if all(getattr(env, 'is_function', False) for env in self.vector_envs):
-      key = (*key, device)  # unlike a stored program, it cannot be loaded for another device
-      if key not in kept:
-        kept[key] = self._lower(jitted, args).compile()
-      self._program = kept[key]
-    else:
-      self._program = self._from_stored(jitted, args, device, kept, key)
-      if self._program is None:
-        # A program with references to a simulator is useless to a later process.
-        with stored_programs.outside_of_jax_cache():
-          self._program = self._lower(jitted, args).compile()
+    if self._program is None or kept is None or key != self._key:
+      self.result_shapes = None
+      jitted = jax.jit(function, donate_argnums=donate, out_shardings=out_shardings)
+      self._program = self._compiled(jitted, args, device, {} if kept is None else kept, key)
+      self._key = key
 
     def call(*args):
       results = self._program(*args)
@@ -72,6 +64,21 @@ class RolloutProgram:
       return results
 
     return call
+
+  def _compiled(self, jitted: Any, args: tuple[Any, ...], device: jax.Device, kept: KeptPrograms,
+                key: Hashable) -> jax.stages.Compiled:
+    """Returns the program of a jitted function; see `_from_stored` for the arguments."""
+    if all(getattr(env, 'is_function', False) for env in self.vector_envs):
+      key = (*key, device)  # unlike a stored program, it cannot be loaded for another device
+      if key not in kept:
+        kept[key] = self._lower(jitted, args).compile()
+      return kept[key]
+    program = self._from_stored(jitted, args, device, kept, key)
+    if program is not None:
+      return program
+    # A program with references to a simulator is useless to a later process.
+    with stored_programs.outside_of_jax_cache():
+      return self._lower(jitted, args).compile()
 
   def _from_stored(self, jitted: Any, args: tuple[Any, ...], device: jax.Device,
                    kept: KeptPrograms, key: Hashable) -> jax.stages.Compiled | None:

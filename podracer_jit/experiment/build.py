@@ -36,7 +36,7 @@ from podracer_jit.numerics import counters
 from podracer_jit.numerics.groups import Groups
 from podracer_jit.options import INT32_MAX
 from podracer_jit.replay import buffer
-from podracer_jit.runtime import host, placement
+from podracer_jit.runtime import host, placement, stored_programs
 from podracer_jit.runtime.channels import Closed
 from podracer_jit.schemes import gradients, replaying, wiring
 from podracer_jit.schemes.reports import Report, ReportQueue
@@ -456,18 +456,66 @@ def exploration_of(experiment: Experiment) -> np.ndarray | None:
   return None if exploration is None else np.asarray(exploration)
 
 
+class Events(NamedTuple):
+  """Functions that are called while a segment is made."""
+
+  # Whether the run shall stop: environments are replayed no further, and nobody waits for others.
+  stop: Callable[[], bool] = lambda: False
+  # Called with the steps that were replayed, and all steps to replay.
+  replaying: Callable[[int, int], None] = lambda done, total: None
+  # The next update after this one at which `after` must be called.
+  next_pause: Callable[[int], int] = lambda update: _ENDLESS
+  # Called by the thread that learns, after each call of updates, with the position, and a function
+  # that waits until all reports are written; whether the segment ends here.
+  after: Callable[[wiring.Position, Callable[[], None]], bool] = lambda position, wait: False
+  # What environments are made in.
+  starting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+  # (run, index of the segment) -> the actors that `start_early` has made for it; () if it has not.
+  early: Callable[[Run, int], Sequence[wiring.LocalActor]] = lambda run, index: ()
+
+
+_NO_EVENTS = Events()
+
+
+def compiles_each_segment(run: Run) -> bool:
+  """Returns whether each segment of a run compiles programs, so that `start_early` saves time."""
+  spec = run.experiment.spec
+  # The environments of Python may use something that only one of them can have, such as a port.
+  has_addresses = not (spec.is_function or spec.calls_python) and not run.crew
+  return has_addresses and not all(map(stored_programs.is_supported, _devices_of_actors(run)))
+
+
+def start_early(run: Run, index: int, stack: contextlib.ExitStack) -> list[wiring.LocalActor]:
+  """Starts the environments of a segment, and compiles their programs, before it begins.
+
+  Args:
+    run: the run that the segment belongs to.
+    index: of the segment.
+    stack: closes the environments on its exit.
+
+  Returns:
+    The actors of the segment, for `Events.early`.
+
+  Raises:
+    EnvironmentFailed: an environment has failed.
+  """
+  actors = []
+  for ids, device in _places_of_actors(run):
+    actors.append(make_actor(run, index, ids, device))
+    stack.callback(actors[-1].rollout_program.close)
+    run.experiment.scheme.graph.load(run.plan, actors[-1], segment_end(run.experiment, 0))
+  return actors
+
+
 def make_actors(run: Run, snapshot: Snapshot, stack: contextlib.ExitStack,
-                stop: Callable[[], bool] = lambda: False,
-                progress: Callable[[int, int], None] = lambda done, total: None
-                ) -> list[wiring.LocalActor]:
-  """Starts the environments of this process's actors.
+                events: Events = _NO_EVENTS) -> list[wiring.LocalActor]:
+  """Starts the environments of this process's actors, unless that was done early.
 
   Args:
     run: the run of the actors.
     snapshot: where it is; the streams of its environments depend on the index of the segment.
     stack: closes the environments on its exit, after the programs that contain them have finished.
-    stop: whether the run shall stop, see `replaying.replay`.
-    progress: called with the steps that were replayed, and all steps to replay.
+    events: called meanwhile.
 
   Returns:
     The actors, in order.
@@ -476,19 +524,20 @@ def make_actors(run: Run, snapshot: Snapshot, stack: contextlib.ExitStack,
     Closed: the run was stopped meanwhile.
     EnvironmentFailed: an environment has failed, or cannot go on where it was.
   """
-  place = run.place
-  devices = _devices_of_actors(run)
-  # Actors are numbered over all processes, so that seeds and keys do not depend on the processes.
-  first = place.process * len(devices)
   envs = snapshot.envs
   if envs is not None and not jax.tree.leaves(snapshot.state.replay):
     envs = priorities.forget(envs)
+  early = events.early(run, snapshot.segment)
+  for actor in early:
+    stack.callback(actor.rollout_program.close)
   actors = []
   replays = []
-  for number, device in enumerate(devices, first):
-    ids = shards_of(run.experiment, number, len(devices) * place.processes)
-    fresh = make_actor(run, snapshot.segment, ids, device)
-    stack.callback(fresh.rollout_program.close)
+  for number, (ids, device) in enumerate(_places_of_actors(run)):
+    if early:
+      fresh = early[number]
+    else:
+      fresh = make_actor(run, snapshot.segment, ids, device)
+      stack.callback(fresh.rollout_program.close)
     actors.append(fresh._replace(state=_going_on(fresh.state, envs, ids, device)))
     if snapshot.sent is not None:
       width = len(fresh.state.envs[0].ended)
@@ -496,7 +545,7 @@ def make_actors(run: Run, snapshot: Snapshot, stack: contextlib.ExitStack,
       replays.append(replaying.Replay(
           run.experiment.env.task, seeds, fresh.rollout_program, fresh.state,
           snapshot.sent[:, ids.start:ids.stop], actors[-1].state))
-  _replay(run, replays, stop, progress)
+  _replay(run, replays, events)
   return actors
 
 
@@ -508,12 +557,21 @@ def _devices_of_actors(run: Run) -> Sequence[jax.Device]:
   return run.place.actors[:1 if run.experiment.scheme.graph.one_program else None]
 
 
-def _replay(run: Run, replays: Sequence[replaying.Replay], stop: Callable[[], bool],
-            progress: Callable[[int, int], None]) -> None:
+def _places_of_actors(run: Run) -> Iterator[tuple[range, jax.Device]]:
+  """Yields the vector environments of each of this process's actors, and its device.
+
+  Actors are numbered over all processes, so that seeds and keys do not depend on the processes.
+  """
+  devices = _devices_of_actors(run)
+  for number, device in enumerate(devices, run.place.process * len(devices)):
+    yield shards_of(run.experiment, number, len(devices) * run.place.processes), device
+
+
+def _replay(run: Run, replays: Sequence[replaying.Replay], events: Events) -> None:
   """Replays in all processes, which go on together or not at all; see `make_actors`."""
   failure: Exception | None = None
   try:
-    replaying.replay(replays, run.kept_programs, stop, progress)
+    replaying.replay(replays, run.kept_programs, events.stop, events.replaying)
   except (Closed, EnvironmentFailed) as error:
     failure = error
   kinds = Closed, OtherEpisodes, EnvironmentFailed
@@ -630,25 +688,6 @@ def segment_end(experiment: Experiment, first: int) -> int:
   return min(_ENDLESS, first + (experiment.env.renew_every_updates or _ENDLESS))
 
 
-class Events(NamedTuple):
-  """Functions that are called while a segment is made."""
-
-  # Whether the run shall stop: environments are replayed no further, and nobody waits for others.
-  stop: Callable[[], bool] = lambda: False
-  # Called with the steps that were replayed, and all steps to replay.
-  replaying: Callable[[int, int], None] = lambda done, total: None
-  # The next update after this one at which `after` must be called.
-  next_pause: Callable[[int], int] = lambda update: _ENDLESS
-  # Called by the thread that learns, after each call of updates, with the position, and a function
-  # that waits until all reports are written; whether the segment ends here.
-  after: Callable[[wiring.Position, Callable[[], None]], bool] = lambda position, wait: False
-  # What environments are made in.
-  starting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-
-
-_NO_EVENTS = Events()
-
-
 def snapshot_at(run: Run, position: wiring.Position, index: int, first: int) -> Snapshot:
   """Returns where a run is after an update of a segment; all processes call it.
 
@@ -701,7 +740,7 @@ def segment(run: Run, snapshot: Snapshot, updates: int, report: Callable[[Report
         if run.crew:
           actors = run.crew.actors(snapshot.segment, events.stop)
         else:
-          actors = make_actors(run, snapshot, stack, events.stop, events.replaying)
+          actors = make_actors(run, snapshot, stack, events)
       yield _Graphs(report, events, stack).wire(run, actors, snapshot, updates)
     except loops.Stuck:
       # To close the environments would wait for those threads, and to free them would crash them.
@@ -756,6 +795,9 @@ class _Graphs:
         state_later, update, first, min(updates, end - update),
         snapshot.before, self._events.next_pause, after)
     del snapshot  # it would stay in memory
+    # A thread may still compute the state.
+    for actor in actors:
+      run.experiment.scheme.graph.load(run.plan, actor, start.updates)
     workers, waits = run.experiment.scheme.graph.wire(run.plan, actors, start, reports)
     delay_s = run.experiment.placement.learner_delay_s
     if delay_s:

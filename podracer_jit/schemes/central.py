@@ -196,4 +196,4 @@ def _centre(plan: Plan, start: SegmentStart, workers: int, actors: int) -> Calla
   return fire
 
 
-GRAPH = Graph(wire, separate_updates=True, each=True, replay=False)
+GRAPH = Graph(wire, wiring.load, separate_updates=True, each=True, replay=False)

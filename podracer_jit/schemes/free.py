@@ -120,4 +120,4 @@ def _end_to_end(episodes: Sequence[Episodes]) -> Episodes:
   return jax.tree.map(lambda *x: np.concatenate(x, axis=1)[None], *episodes)
 
 
-GRAPH = Graph(wire, free_rates=True, replay=True)
+GRAPH = Graph(wire, wiring.load, free_rates=True, replay=True)

@@ -6,8 +6,8 @@ steps its own environments: Podracer's Anakin (2104.06272, section 2).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,28 +49,21 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   (actor,) = actors
   mesh = plan.place.mesh
   learner = plan.learner
-  shapes = learner.state_shapes()
-  total = counters.of(plan.total_steps, shapes.steps)
   calls = min(plan.updates_per_call, start.updates)
-  # The vector environments of each device are alike, so their program is the same.
-  vector_envs = actor.rollout_program.vector_envs[:plan.num_shards // mesh.size]
-  rollout = plan.acting.rollout(vector_envs)
+  total = _total(plan)
   if mesh.size > 1:
+    # The vector environments of each device are alike, so their program is the same.
+    rollout = plan.acting.rollout(
+        actor.rollout_program.vector_envs[:plan.num_shards // mesh.size])
     fused = sharding.fused_program(learner.source, rollout, calls, mesh)
-    shapes = start.state
+    state = start.state
     actor_state = split(actor.state, mesh)
+    program = actor.rollout_program.load(fused, (state, actor_state, calls, total),
+                                         donate=(0, 1), kept=plan.kept_programs, key=calls)
   else:
-    fused = sharding.make_fused(learner.algorithm.for_actors, rollout, learner.learn, calls,
-                                sent_by)
-    # The program compiles while the first state is computed.
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
-                          shapes._replace(replay=learner.replay_shapes()))
+    program = _load(plan, actor, calls)
+    state = jax.tree.map(lambda x: x.addressable_data(0), start.state)
     actor_state = actor.state
-  program = actor.rollout_program.load(fused, (shapes, actor_state, calls, total), donate=(0, 1),
-                                       kept=plan.kept_programs, key=calls)
-  state = start.state
-  if mesh.size == 1:
-    state = jax.tree.map(lambda x: x.addressable_data(0), state)
 
   def fire(carry: State):
     limit = min(calls, start.update + start.updates - carry.update,
@@ -97,6 +90,34 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   return [worker], lambda: Waits(0.0, 0.0)
 
 
+def load(plan: Plan, actor: Actor, updates: int) -> None:
+  """Compiles the program of a graph on one device; does nothing for a mesh.
+
+  Args:
+    plan: the plan of the run.
+    actor: the only one of the segment.
+    updates: most updates of the graph.
+  """
+  if plan.place.mesh.size == 1:
+    _load(plan, actor, min(plan.updates_per_call, updates))
+
+
+def _load(plan: Plan, actor: Actor, calls: int) -> Callable:
+  """Returns the program of one device, which makes at most so many updates in a call."""
+  learner = plan.learner
+  rollout = plan.acting.rollout(actor.rollout_program.vector_envs)
+  fused = sharding.make_fused(learner.algorithm.for_actors, rollout, learner.learn, calls, sent_by)
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+                        learner.state_shapes()._replace(replay=learner.replay_shapes()))
+  return actor.rollout_program.load(fused, (shapes, actor.state, calls, _total(plan)),
+                                    donate=(0, 1), kept=plan.kept_programs, key=calls)
+
+
+def _total(plan: Plan) -> Any:
+  """Returns the steps of the run as the program takes them."""
+  return counters.of(plan.total_steps, plan.learner.state_shapes().steps)
+
+
 def split(state: ActorState, mesh: Mesh) -> ActorState:
   """Shares out an actor's vector environments to the devices of a mesh, in order.
 
@@ -121,4 +142,4 @@ def join(state: ActorState, devices: int) -> ActorState:
   return ActorState(state.token[0], tuple(envs))
 
 
-GRAPH = Graph(wire, one_program=True)
+GRAPH = Graph(wire, load, one_program=True)

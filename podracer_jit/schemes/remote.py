@@ -85,6 +85,9 @@ class RemoteActor:
     """See `wiring.Actor`."""
     return self._publish(params)
 
+  def load(self, plan: Plan) -> None:
+    """See `wiring.Actor`; the process compiles it with the first rollout."""
+
   def begin(self, plan: Plan, start: SegmentStart, ended: Callable[[], bool]) -> Callable:
     """See `wiring.Actor`."""
     del plan, start

@@ -18,6 +18,9 @@ class Graph(NamedTuple):
 
   # (plan, actors, segment start, reports) -> (workers, waits); see `wiring`
   wire: Callable[..., Any]
+  # (plan, actor, most updates) compiles the program that steps an actor's environments, so that
+  # `wire` need not; the train state may still be unknown.
+  load: Callable[..., None]
   one_program: bool = False  # R, G and U are one program, without channels
   separate_updates: bool = False  # U runs on one device, the centre, which has the optimizer
   each: bool = False  # U applies the gradient of each worker as it arrives, not the sum of all

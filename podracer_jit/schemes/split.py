@@ -129,6 +129,7 @@ def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Cha
   return [*workers, learner], wiring.waits(params, queues)
 
 
-IN_ORDER = Graph(wire_in_order, several_processes=True)
-APART = Graph(wire_in_order, separate_updates=True, several_processes=True, replay=False)
-AS_THEY_COME = Graph(wire_as_they_come)
+IN_ORDER = Graph(wire_in_order, wiring.load, several_processes=True)
+APART = Graph(wire_in_order, wiring.load, separate_updates=True, several_processes=True,
+              replay=False)
+AS_THEY_COME = Graph(wire_as_they_come, wiring.load)

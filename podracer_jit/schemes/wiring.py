@@ -45,6 +45,9 @@ class Actor(Protocol):
   def receive(self, params: Any) -> Any:
     """Sends parameters to the actor; returns them as its rollout takes them."""
 
+  def load(self, plan: Plan) -> Any:
+    """Compiles the program of a rollout; does nothing if it is compiled, or elsewhere."""
+
   def begin(self, plan: Plan, start: SegmentStart, ended: Callable[[], bool]) -> Callable:
     """Begins the segment.
 
@@ -73,18 +76,25 @@ class LocalActor(NamedTuple):
     """See `Actor`."""
     return placement.put_params(params, self.device)
 
-  def begin(self, plan: Plan, start: SegmentStart, ended: Callable[[], bool]) -> Callable:
-    """See `Actor`; compiles the program."""
-    del ended
-    like = placement.put_params(plan.learner.algorithm.for_actors(start.state), self.device)
+  def load(self, plan: Plan) -> Callable:
+    """See `Actor`; returns program(params, state) -> (state, experience)."""
+    on_device = jax.sharding.SingleDeviceSharding(self.device)
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device),
+        jax.eval_shape(plan.learner.algorithm.for_actors, plan.learner.state_shapes()))
     # Rollouts get the sharding that a learner on this device uses, so `gather` need not rewrap
     # them, which takes 8 us an array.
     shardings = None, placement.by_env(placement.mesh_of([self.device]))
     # A state that may be saved must not be donated.
-    program = self.rollout_program.load(
-        plan.acting.rollout(self.rollout_program.vector_envs), (like, self.state),
+    return self.rollout_program.load(
+        plan.acting.rollout(self.rollout_program.vector_envs), (params, self.state),
         donate=() if plan.keeps_actors else (1,), out_shardings=shardings,
         kept=plan.kept_programs)
+
+  def begin(self, plan: Plan, start: SegmentStart, ended: Callable[[], bool]) -> Callable:
+    """See `Actor`."""
+    del start, ended
+    program = self.load(plan)
 
     def rollout(state: ActorState, params: Versioned) -> tuple[ActorState, Versioned]:
       state, rollouts = program(params.value, state)
@@ -272,6 +282,18 @@ def check_lag(scheme: Scheme, update: int, first: int, items: Sequence[Versioned
     if update - item.version != lag:
       raise AssertionError(f'update {update} was given a rollout made by version {item.version}: '
                            f'its lag should be {lag}')
+
+
+def load(plan: Plan, actor: Actor, updates: int) -> None:
+  """Compiles an actor's program for a graph in which actors have programs of their own.
+
+  Args:
+    plan: the plan of the run.
+    actor: of the segment.
+    updates: most updates of the graph, on which the program does not depend.
+  """
+  del updates
+  actor.load(plan)
 
 
 def actor(plan: Plan, start: SegmentStart, i: int, actor: Actor, ends: tuple[Endpoint, Endpoint],

@@ -15,9 +15,10 @@ from podracer_jit.experiment import build
 from podracer_jit.experiment.build import Snapshot
 from podracer_jit.runtime.channels import Closed
 from podracer_jit.schemes.reports import Report, Waits
-from podracer_jit.schemes.wiring import Position
+from podracer_jit.schemes.wiring import LocalActor, Position
 from podracer_jit.training.adapting import Adapting, Leg
 from podracer_jit.training.meter import LIVES
+from podracer_jit.training.next_segment import NextSegment
 
 # Called with the reports of all runs that have made updates, each with the number of its run.
 ReportTo = Callable[[Sequence[tuple[int, Report]]], None]
@@ -99,6 +100,7 @@ class GraphProgram:
     self._adapting = adapting
     self._snapshot: Snapshot | None = snapshot  # None if nothing comes next
     self._leg: Leg | None = None  # with which the next segment begins; None: it is not known
+    self._next: NextSegment | None = None  # if it is made early
 
   def header(self) -> dict[str, Any]:
     """Returns the placement, and the lives of actors that were begun again, if there are any."""
@@ -133,6 +135,9 @@ class GraphProgram:
     index = snapshots[0].segment
     first = snapshots[0].begun
     end = build.segment_end(run.experiment, first)
+    rows = run.experiment.batch_rows
+    # The update from which on the next segment is made.
+    half = (first + end) // 2 if build.compiles_each_segment(run) else end
     at_end: Snapshot | None = None
     # Of the end of a leg after which the segment goes on.
     reached: Position | None = None
@@ -147,10 +152,16 @@ class GraphProgram:
       report([(0, item._replace(since_s=since_s, waits=waits(), machines=machines,
                                 lives=self._lives()))])
 
+    def next_pause(update: int) -> int:
+      pause = watcher.next_pause(update)
+      return min(pause, half) if update < half else pause
+
     def after(position: Position, wait_written: Callable[[], None]) -> bool:
       nonlocal at_end, reached
       snapshot = None
       self._adapting.told(position.update, position.steps)
+      if half <= position.update < end:
+        self._prepare(index + 1, position.steps + (end - position.update) * rows)
 
       def snapshot_of(number: int) -> Snapshot:
         nonlocal snapshot
@@ -168,8 +179,8 @@ class GraphProgram:
         reached = position._replace(before=lambda: before)
       return is_over
 
-    events = build.Events(watcher.asked_to_stop, watcher.replaying, watcher.next_pause, after,
-                          self._adapting.apart)
+    events = build.Events(watcher.asked_to_stop, watcher.replaying, next_pause, after,
+                          self._adapting.apart, self._early)
     try:
       if leg.run is not run:
         snapshots = [build.moved(snapshots[0], leg.run)]
@@ -195,6 +206,25 @@ class GraphProgram:
       raise
     self._snapshot = at_end
 
+  def _prepare(self, index: int, steps: int) -> None:
+    """Lets the next segment be made, unless that was begun or the run ends before.
+
+    Args:
+      index: of the next segment.
+      steps: with which the run will have ended this one, at most.
+    """
+    run = self._adapting.run
+    if self._next is None and steps < run.experiment.total_steps:
+      self._next = NextSegment(run, index)
+
+  def _early(self, run: build.Run, index: int) -> Sequence[LocalActor]:
+    if self._next is None:
+      return ()
+    made, self._next = self._next, None
+    return made.take(run, index)
+
   def close(self) -> None:
-    """Tries no further devices; each segment has closed its environments."""
+    """Tries no further devices, and closes what was started for the next segment."""
     self._adapting.close()
+    if self._next is not None:
+      self._next.close()

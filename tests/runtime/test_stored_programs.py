@@ -8,6 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from numpy.testing import assert_array_equal
 from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.envs.envpool_envs import make_vector_env
 from podracer_jit.runtime import placement, stored_programs
+from podracer_jit.training import stopping
 from podracer_jit.workdir import journal
 from tests.runs import changed, fresh, prepared, run, small, train
 
@@ -36,13 +39,22 @@ def folder(tmp_path):
     jax.config.update(name, value)
 
 
+class Event(NamedTuple):
+  """An event of JAX."""
+
+  name: str
+  function: str  # '' if it has none
+  thread: str
+
+
 @contextlib.contextmanager
 def events():
-  """Collects JAX's events in the block: pairs of the name and the function."""
+  """Collects JAX's events in the block."""
   names = []
 
   def listen(event, duration, **kwargs):
-    names.append((event.rsplit('/', 1)[1], kwargs.get('fun_name')))
+    names.append(Event(event.rsplit('/', 1)[1], kwargs.get('fun_name') or '',
+                       threading.current_thread().name))
 
   jax.monitoring.register_event_duration_secs_listener(listen)
   try:
@@ -51,8 +63,12 @@ def events():
     jax.monitoring.clear_event_listeners()
 
 
-def compilations(names):
-  return [name for name in names if name[0] == 'backend_compile_duration']
+def traces(events):
+  return [event for event in events if event.name == 'jaxpr_trace_duration']
+
+
+def compilations(events):
+  return [event for event in events if event.name == 'backend_compile_duration']
 
 
 def play(*pools, kept=None, observe=lambda obs: None, device=0):
@@ -99,7 +115,7 @@ def test_a_kept_program_plays_other_pools():
   assert_array_equal(play(*first, kept=kept), [expected(seeds) for seeds in first])
   with events() as names:
     assert_array_equal(play(*second, kept=kept), [expected(seeds) for seeds in second])
-  assert not compilations(names) and 'jaxpr_trace_duration' not in dict(names)
+  assert not compilations(names) and not traces(names)
 
 
 @pytest.mark.parametrize('first, second', [(0, 3), (3, 0), (2, 3)])
@@ -108,7 +124,7 @@ def test_a_kept_program_plays_on_another_device(first, second):
   assert_array_equal(play([1, 2], kept=kept, device=first), [expected([1, 2])])
   with events() as names:
     assert_array_equal(play([3, 4], kept=kept, device=second), [expected([3, 4])])
-  assert not compilations(names) and 'jaxpr_trace_duration' not in dict(names)
+  assert not compilations(names) and not traces(names)
 
 
 @pytest.mark.usefixtures('folder')  # empty, so that the program is compiled
@@ -117,7 +133,7 @@ def test_actors_on_several_devices_compile_one_rollout():
                    placement__actor_devices=(3, 0, 2, 1), placement__learner_devices=(4,))
   with events() as names:
     run(None, updates=2, prepared_run=fresh(config))
-  assert [event for event, function in names if function and 'rollout' in function] == [
+  assert [event.name for event in names if 'rollout' in event.function] == [
       'jaxpr_trace_duration', 'jaxpr_to_mlir_module_duration', 'backend_compile_duration']
 
 
@@ -134,7 +150,7 @@ def test_the_learner_compiles_once_beside_the_first_rollouts(scheme, devices, mo
   with events() as names:
     run(None, updates=2, prepared_run=fresh(config))
   assert len(shapes) == 1
-  assert [event for event, function in names if function and 'learner' in function] == [
+  assert [event.name for event in names if 'learner' in event.function] == [
       'jaxpr_trace_duration', 'jaxpr_to_mlir_module_duration', 'backend_compile_duration']
 
 
@@ -150,7 +166,7 @@ def test_a_program_is_read_from_the_cache(folder):
   assert_array_equal(play([1, 2]), [expected([1, 2])])
   with events() as names:
     assert_array_equal(play([3, 4]), [expected([3, 4])])
-  assert 'jaxpr_trace_duration' in dict(names)  # the listener works
+  assert traces(names)  # the listener works
   assert not compilations(names)
   with events() as names:
     assert_array_equal(play([5, 6], device=1), [expected([5, 6])])
@@ -236,17 +252,21 @@ def test_programs_of_other_threads_are_kept_meanwhile():
 @pytest.mark.parametrize('can_exchange', [True, False])
 def test_a_segment_compiles_one_rollout_where_addresses_cannot_be_exchanged(
     folder, tmp_path, monkeypatch, can_exchange):
-  """So a GPU compiles a rollout a segment, which has the life of its simulators, and no more."""
+  """So a GPU compiles a rollout a segment, beside the training, and no more.
+
+  Only the first rollout is compiled by a thread for which the training waits.
+  """
   monkeypatch.setattr(stored_programs, 'is_supported', lambda device: can_exchange)
   config = changed(small(), total_steps=600, env__renew_every_updates=3,
                    checkpoint__every_updates=1)
   with events() as names:
     assert train(prepared(config), tmp_path / 'run')
-  functions = [function for _, function in compilations(names) if function]
+  compiled = compilations(names)
   segments = len(journal.read_receipts(tmp_path / 'run').headers)
   assert segments >= 3
-  assert sum('rollout' in function for function in functions) == (1 if can_exchange else segments)
-  assert sum('learner' in function for function in functions) <= 1
+  beside = [event.thread == stopping.BESIDE for event in compiled if 'rollout' in event.function]
+  assert beside == [False, *([] if can_exchange else [True] * (segments - 1))]
+  assert sum('learner' in event.function for event in compiled) <= 1
 
 
 @pytest.mark.parametrize('damage', [lambda content: content[:-1], lambda content: b'',
@@ -342,6 +362,6 @@ def test_the_next_segment_traces_and_compiles_nothing(scheme):
   with events() as names:
     second, *_ = run(None, prepared_run=prepared_run, index=1)
   assert not compilations(names)
-  assert not [function for event, function in names if function in ('rollout', 'fused', 'learner')]
+  assert not [event for event in names if event.function in ('rollout', 'fused', 'learner')]
   again, *_ = run(None, prepared_run=fresh(changed(small(), scheme=scheme)), index=1)
   assert first != second == again

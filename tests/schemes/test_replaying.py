@@ -159,7 +159,8 @@ def test_progress_is_told_from_no_step_to_all():
   told = []
   run = prepared(config_of(*TASKS['CartPole']))
   with contextlib.ExitStack() as stack:
-    build.make_actors(run, driven('CartPole')[0], stack, progress=lambda *x: told.append(x))
+    build.make_actors(run, driven('CartPole')[0], stack,
+                      build.Events(replaying=lambda *x: told.append(x)))
   total = ROLLOUTS * 8 * 4
   assert told[0] == (0, total) and told[-1] == (total, total) and told == sorted(told)
 
