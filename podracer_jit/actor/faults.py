@@ -19,6 +19,7 @@ import numpy as np
 
 from podracer_jit.envs.frames import Observations
 from podracer_jit.envs.protocol import EnvSpec
+from podracer_jit.numerics import indexing
 from podracer_jit.types import Episodes
 
 _NONE, _OBSERVATION, _REWARD, _MASK = range(4)
@@ -74,16 +75,17 @@ def find(obs: Observations, reward: jax.Array, episode_return: jax.Array, env_id
   entry = jnp.argmax(wrong, axis=0)
 
   what = jnp.full(num_envs, _REWARD, jnp.int32)
-  value = returned[entry, envs]
+  value = indexing.read(returned, entry, envs)
   element = jnp.zeros(num_envs, jnp.int32)
   if wrong_obs is not None:
-    elements = wrong_obs[entry, envs]
+    elements = indexing.read(wrong_obs, entry, envs)
     in_obs = jnp.any(elements, axis=-1)
     element = jnp.argmax(elements, axis=-1)
     what = jnp.where(in_obs, _OBSERVATION, what)
-    value = jnp.where(in_obs, _flat(obs)[entry, envs, element].astype(jnp.float32), value)
+    number = indexing.read(_flat(obs), entry, envs, element)
+    value = jnp.where(in_obs, number.astype(jnp.float32), value)
   if stuck is not None:
-    elements = stuck[entry, envs]
+    elements = indexing.read(stuck, entry, envs)
     in_mask = jnp.any(elements, axis=-1) & (what != _OBSERVATION)
     element = jnp.where(in_mask, jnp.argmax(elements, axis=-1), element)
     what = jnp.where(in_mask, _MASK, what)

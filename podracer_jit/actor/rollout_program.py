@@ -67,41 +67,31 @@ class RolloutProgram:
 
   def _compiled(self, jitted: Any, args: tuple[Any, ...], device: jax.Device, kept: KeptPrograms,
                 key: Hashable) -> jax.stages.Compiled:
-    """Returns the program of a jitted function; see `_from_stored` for the arguments."""
-    if all(getattr(env, 'is_function', False) for env in self.vector_envs):
-      key = (*key, device)  # unlike a stored program, it cannot be loaded for another device
-      if key not in kept:
-        kept[key] = self._lower(jitted, args).compile()
-      return kept[key]
-    program = self._from_stored(jitted, args, device, kept, key)
-    if program is not None:
-      return program
-    # A program with references to a simulator is useless to a later process.
-    with stored_programs.outside_of_jax_cache():
-      return self._lower(jitted, args).compile()
-
-  def _from_stored(self, jitted: Any, args: tuple[Any, ...], device: jax.Device,
-                   kept: KeptPrograms, key: Hashable) -> jax.stages.Compiled | None:
-    """Returns the program, loaded from a stored one; None if it cannot be stored.
+    """Returns a program, compiled or loaded.
 
     Args:
       jitted: the jitted function.
       args: of the function.
       device: of the arguments.
-      kept: see `load`; the stored program is added.
+      kept: see `load`; the program is added if it can be kept.
       key: of the program in `kept`.
     """
+    if all(getattr(env, 'is_function', False) for env in self.vector_envs):
+      key = (*key, device)  # unlike a stored program, it cannot be loaded for another device
+      if key not in kept:
+        kept[key] = self._lower(jitted, args).compile()
+      return kept[key]
     addresses = [getattr(env, 'address', None) for env in self.vector_envs]
     # Without an address, a program has other references to its simulators.
     if None in addresses or not stored_programs.is_supported(device):
-      return None
+      return stored_programs.compile_uncached(self._lower(jitted, args))
     stored = kept.get(key)
-    if stored is None or not stored.fits(addresses):
-      stored = stored_programs.compile_or_read(self._lower(jitted, args), addresses, device)
-      if stored is None:
-        return None
+    if stored is not None and stored.fits(addresses):
+      return stored.load(addresses, device)
+    program, stored = stored_programs.load_or_compile(self._lower(jitted, args), addresses, device)
+    if stored is not None:
       kept[key] = stored
-    return stored.load(addresses, device)
+    return program
 
   def _lower(self, jitted: Any, args: tuple[Any, ...]) -> jax.stages.Lowered:
     """Traces a jitted function for its arguments."""

@@ -22,7 +22,7 @@ from jax import lax
 from podracer_jit.agents import running_moments
 from podracer_jit.agents.policies import Policy
 from podracer_jit.envs.protocol import EnvSpec, ObsPart, take_apart
-from podracer_jit.numerics import convolution, precision
+from podracer_jit.numerics import convolution, indexing, precision
 from podracer_jit.options import internal, option, shown
 from podracer_jit.types import Carry
 
@@ -56,13 +56,13 @@ def orthogonal(scale: float) -> Callable:
     numbers = jax.random.normal(key, (max(rows, columns), min(rows, columns)), dtype).T
 
     def add_row(i, basis):
-      x = numbers[i]
+      x = indexing.read(numbers, i)
       # One pass would leave rows that are not orthogonal to within rounding.
       for _ in range(2):
         # In fewer bits than float32 has, GPUs and TPUs would leave rows that are not orthogonal.
         with precision.products(precision.HIGHEST):
           x -= (basis @ x) @ basis
-      return basis.at[i].set(x / jnp.sqrt(jnp.sum(jnp.square(x))))
+      return indexing.write_row(basis, x / jnp.sqrt(jnp.sum(jnp.square(x))), i)
 
     basis = lax.fori_loop(0, len(numbers), add_row, jnp.zeros_like(numbers))
     return scale * (basis if rows < columns else basis.T).reshape(shape)

@@ -30,7 +30,12 @@ from podracer_jit.experiment import modules, placing
 from podracer_jit.experiment.schema import Experiment
 from podracer_jit.learner.from_replay import FromReplay
 from podracer_jit.learner.from_rollouts import FromRollouts
-from podracer_jit.learner.learner import Learner, ReplayLearner, RolloutLearner, keys_of
+from podracer_jit.learner.learner import (
+  Learner,
+  ReplayLearner,
+  RolloutLearner,
+  keys_for_acting,
+)
 from podracer_jit.losses.algorithm import Algorithm
 from podracer_jit.numerics import counters
 from podracer_jit.numerics.groups import Groups
@@ -621,7 +626,7 @@ def make_actor(run: Run, index: int, ids: range, device: jax.Device) -> wiring.L
   experiment = run.experiment
   width = experiment.env.num_envs // experiment.num_shards
   salts = (index, experiment.num_shards + run.life) if run.life else (index,)
-  keys = _keys_of_envs(experiment.seed, salts, np.array(ids))
+  keys = keys_for_acting(experiment.seed, salts, ids)
   family = family_of(experiment.env.task)
   cores = run.place.env_cores
 
@@ -641,20 +646,6 @@ def make_actor(run: Run, index: int, ids: range, device: jax.Device) -> wiring.L
     state = jax.device_put(state, device)
     failing.pop_all()
   return wiring.LocalActor(rollout_program, state, device, first_env)
-
-
-@jax.jit
-def _keys_of_envs(seed: int, salts: Sequence[int], ids: np.ndarray) -> list[jax.Array]:
-  """Returns the PRNG keys of vector environments; one program, which compiles once.
-
-  Args:
-    seed: of the run.
-    salts: what the key for acting is folded with, in order.
-    ids: of the vector environments.
-  """
-  key = functools.reduce(jax.random.fold_in, salts, keys_of(seed).act)
-  keys = jax.vmap(jax.random.fold_in, (None, 0))(key, ids)
-  return [keys[i] for i in range(len(ids))]
 
 
 def kept_env_shapes(run: Run) -> Any | None:

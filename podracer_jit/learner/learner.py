@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from podracer_jit.learner import sharding
 from podracer_jit.learner.central import Central
 from podracer_jit.learner.from_replay import FromReplay
 from podracer_jit.learner.from_rollouts import FromRollouts
+from podracer_jit.numerics import threefry
 from podracer_jit.numerics.tracing import zeros
 from podracer_jit.replay import buffer
 from podracer_jit.replay.rate_limiter import RateLimiter
@@ -25,12 +27,30 @@ class Keys(NamedTuple):
 
   init: jax.Array  # initial parameters
   learn: jax.Array  # minibatch order, draws from a replay, losses
-  act: jax.Array  # actions and exploration
+  act: jax.Array  # actions and exploration; see `keys_for_acting`
 
 
 def keys_of(seed: int) -> Keys:
   """Returns the keys of a seed, which may be traced."""
   return Keys(*jax.random.split(jax.random.key(seed), 3))
+
+
+def keys_for_acting(seed: int, salts: Sequence[int], ids: Sequence[int]) -> list[jax.Array]:
+  """Returns the PRNG keys of vector environments, without a program that must be compiled.
+
+  They are those of Threefry, whichever generator JAX uses.
+
+  Args:
+    seed: of the run.
+    salts: what `Keys.act` is folded with, in order.
+    ids: of the vector environments, with each of which the result is folded.
+  """
+  key = np.array([0, seed], np.uint32)
+  # A split is a fold with the index.
+  for salt in (Keys._fields.index('act'), *salts):
+    (key,) = threefry.fold_in(key, [salt])
+  return [jax.random.wrap_key_data(key, impl='threefry2x32')
+          for key in threefry.fold_in(key, ids)]
 
 
 class Learner:

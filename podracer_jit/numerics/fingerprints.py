@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -83,6 +84,15 @@ def fingerprint(tree: Any, env_axis: int | None = None, first_env: Any = 0,
           leaf, cpu=functools.partial(_sum_of_blocks, whole, start),
           default=functools.partial(_sum, whole, start))
   return total
+
+
+def few_arrays(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+  """Returns arrays with the same numbers: the small ones of each type are joined to one."""
+  large = [x for x in arrays if x.size >= FEW]
+  small = [x for x in arrays if x.size < FEW]
+  return large + [
+      jnp.concatenate([x.reshape(-1) for x in small if x.dtype == dtype])
+      for dtype in dict.fromkeys(x.dtype for x in small)]
 
 
 def _merged(x: jax.Array, env_axis: int | None) -> jax.Array:
@@ -167,7 +177,6 @@ def _sum_of_blocks(whole: _Whole, start: Any, leaf: jax.Array) -> jax.Array:
   return total
 
 
-@functools.cache
 def canary() -> str:
   """Returns the fingerprint of the gradients of fixed small networks on fixed inputs.
 
@@ -177,8 +186,17 @@ def canary() -> str:
   among threads.
 
   Returns:
-    16 hexadecimal digits.
+    16 hexadecimal digits; computed once in a process.
   """
+  with _computing:
+    return _canary()
+
+
+_computing = threading.Lock()
+
+
+@functools.cache
+def _canary() -> str:
   def numbers(salt, *shape):
     # NumPy needs no compilation, unlike single operations of JAX.
     bits = _mix(np.arange(math.prod(shape), dtype=np.uint32) + np.uint32(salt), _MULTIPLIERS[0])

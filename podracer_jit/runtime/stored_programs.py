@@ -100,8 +100,8 @@ class StoredProgram(NamedTuple):
                                self.out_tree, no_kwargs=no_kwargs)
 
 
-def compile_or_read(lowered: jax.stages.Lowered, addresses: Sequence[int], device: jax.Device
-                    ) -> StoredProgram | None:
+def load_or_compile(lowered: jax.stages.Lowered, addresses: Sequence[int], device: jax.Device
+                    ) -> tuple[jax.stages.Compiled, StoredProgram | None]:
   """Returns a program from the compilation cache, or else compiles it.
 
   Args:
@@ -110,30 +110,35 @@ def compile_or_read(lowered: jax.stages.Lowered, addresses: Sequence[int], devic
     device: that it was lowered for.
 
   Returns:
-    The program; None if it cannot be stored, because it calls Python, or because its bytes do not
-    have the addresses where they are expected.
+    The program, and what it is stored as; None if it cannot be stored, because it calls Python, or
+    because its bytes do not have the addresses where they are expected.
   """
   text = lowered.as_text()
   if _CALLS_PYTHON in text:
-    return None
+    return compile_uncached(lowered), None
   file = _file(text, lowered, addresses, device)
   trees = jax.tree.structure(lowered.args_info), lowered.out_tree
   stored = _read(file)
   if stored is not None:
     program = StoredProgram(*stored, *trees)
     if program.fits(addresses):
-      return program
+      return program.load(addresses, device), program
 
   start = time.monotonic()
-  with outside_of_jax_cache():
-    compiled = lowered.compile()
+  compiled = compile_uncached(lowered)
   seconds = time.monotonic() - start
   content, _, _ = serialize_executable.serialize(compiled)
   if not _has_addresses(content, text, addresses):
-    return None
+    return compiled, None
   if seconds >= jax.config.jax_persistent_cache_min_compile_time_secs:
     _write(file, content, addresses)
-  return StoredProgram(content, tuple(addresses), *trees)
+  return compiled, StoredProgram(content, tuple(addresses), *trees)
+
+
+def compile_uncached(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+  """Compiles a program with references to simulators, which are useless in JAX's cache."""
+  with outside_of_jax_cache():
+    return lowered.compile()
 
 
 def _has_addresses(content: bytes, text: str, addresses: Sequence[int]) -> bool:

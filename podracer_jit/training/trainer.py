@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -427,6 +428,8 @@ def opened(experiment: Experiment, workdir: Path, request: Request,
       experiment.num_shards, experiment.num_grad_shards, host.machine()[0]))
   crew = Crew(cluster, experiment) if cluster else None
   run = build.make_run(experiment, crew)
+  # What it computes is kept; it compiles while this thread goes on.
+  threading.Thread(target=restoring.surroundings, args=(run,), name=stopping.BESIDE).start()
   trial.check(run)
   notes += [*(f'warning: {line}' for line in memory.check(run, num_seeds or 1)),
             *memory.of_replay(run, num_seeds or 1), *checks.notes(experiment), *_untried(run)]

@@ -23,6 +23,17 @@ def test_vectors_of_the_authors(key, counter, expected):
   assert tuple(map(int, hashed)) == expected
 
 
+@pytest.mark.parametrize('data', [[0], [1, 2**31 - 1, 2**32 - 1], []])
+def test_keys_are_folded_in_numpy(data):
+  key = jax.random.fold_in(jax.random.key(2**31 - 1), 7)
+  before = np.array(jax.random.key_data(key))
+  expected = [jax.random.key_data(jax.random.fold_in(key, np.uint32(word))) for word in data]
+  folded = threefry.fold_in(before, data)
+  assert folded.dtype == np.uint32
+  np.testing.assert_array_equal(folded, np.reshape(expected, (-1, 2)))
+  np.testing.assert_array_equal(before, jax.random.key_data(key))  # it was not changed in place
+
+
 def test_a_hash_is_one_kernel_on_a_cpu():
   """JAX's own lowering has about ten, and a loop."""
   text = jax.jit(lambda key: jax.random.bits(key, (64,))).lower(

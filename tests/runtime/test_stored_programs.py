@@ -330,7 +330,7 @@ def test_two_simulators_may_exchange_their_addresses():
 
   token = jax.device_put(envs[0].handle, device)
   addresses = [env.address for env in envs]
-  stored = stored_programs.compile_or_read(jax.jit(observations).lower(token), addresses, device)
+  _, stored = stored_programs.load_or_compile(jax.jit(observations).lower(token), addresses, device)
   results = stored.load(addresses[::-1], device)(token)
   assert_array_equal(results, [expected([3, 4]), expected([1, 2])])
   for env in envs:
@@ -352,7 +352,9 @@ def test_a_program_is_compiled_again_if_an_address_has_more_digits(folder):
 def test_a_program_without_the_address_of_a_simulator_is_not_stored():
   device = jax.devices()[0]
   lowered = jax.jit(lambda x: x + 1).lower(jax.device_put(np.ones(2), device))
-  assert stored_programs.compile_or_read(lowered, [2**40], device) is None
+  program, stored = stored_programs.load_or_compile(lowered, [2**40], device)
+  assert stored is None
+  assert_array_equal(program(np.ones(2)), [2, 2])
 
 
 @pytest.mark.parametrize('scheme', ['cleanba', 'fused'])
