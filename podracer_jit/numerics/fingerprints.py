@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -177,6 +176,7 @@ def _sum_of_blocks(whole: _Whole, start: Any, leaf: jax.Array) -> jax.Array:
   return total
 
 
+@functools.cache
 def canary() -> str:
   """Returns the fingerprint of the gradients of fixed small networks on fixed inputs.
 
@@ -186,17 +186,8 @@ def canary() -> str:
   among threads.
 
   Returns:
-    16 hexadecimal digits; computed once in a process.
+    16 hexadecimal digits.
   """
-  with _computing:
-    return _canary()
-
-
-_computing = threading.Lock()
-
-
-@functools.cache
-def _canary() -> str:
   def numbers(salt, *shape):
     # NumPy needs no compilation, unlike single operations of JAX.
     bits = _mix(np.arange(math.prod(shape), dtype=np.uint32) + np.uint32(salt), _MULTIPLIERS[0])

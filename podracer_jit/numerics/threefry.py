@@ -18,10 +18,10 @@ from jax.interpreters import mlir
 _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)  # of rounds 1 to 4, 5 to 8, and so on in turn
 _PARITY = 0x1BD11BDA  # from the cipher Threefish
 
-Array = TypeVar('Array', jax.Array, np.ndarray)
+_Array = TypeVar('_Array', jax.Array, np.ndarray)
 
 
-def threefry2x32(key_0: Array, key_1: Array, x_0: Array, x_1: Array) -> tuple[Array, Array]:
+def threefry2x32(key_0: _Array, key_1: _Array, x_0: _Array, x_1: _Array) -> tuple[_Array, _Array]:
   """Returns Threefry-2x32 with 20 rounds (Salmon et al., *Parallel random numbers*, 2011).
 
   Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from podracer_jit.workdir import actions, checkpoints, journal, record
 from podracer_jit.workdir.checkpoints import Checkpoints
 
 SURROUNDINGS = 'surroundings'  # in the `meta` of a checkpoint
+_computing = threading.Lock()  # so that the canary is computed once, and others wait for it
 _LARGE_BYTES = 10**9  # of actions, above which a run begins with a warning
 
 
@@ -31,7 +33,7 @@ def surroundings(run: build.Run) -> dict[str, Any]:
   On accelerators also the number of learner devices, since the groups of each are one batch.
   """
   others = ('gymnasium', 'ale_py', 'mujoco') if run.experiment.spec.calls_python else ()
-  with jax.default_device(run.place.learners[0]):
+  with _computing, jax.default_device(run.place.learners[0]):
     known = {'versions': record.versions(*others), 'canary': canary()}
   if run.place.learners[0].platform != 'cpu':
     known[journal.LEARNERS] = run.place.mesh.size
