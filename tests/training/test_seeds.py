@@ -107,7 +107,7 @@ def three(tmp_path_factory):
   assert finished
   # One program makes all updates, although a state that an environment begins with has a Python
   # number.
-  assert [event for event, function in names if function and 'fused' in function] == [
+  assert [event.name for event in names if 'fused' in event.function] == [
       'jaxpr_trace_duration', 'jaxpr_to_mlir_module_duration', 'backend_compile_duration']
   return folder, by_seed
 
