@@ -1,6 +1,7 @@
 """Programs in a running loop: compilation, dispatch, transfers, and lowering to accelerators."""
 
 import collections
+import math
 import re
 import sys
 
@@ -8,6 +9,7 @@ import jax
 import jax.export
 import pytest
 
+from benchmarks.compiled import recorded
 from podracer_jit import loops
 from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.configs import apex_dpg_dmc, apex_dqn_atari, apex_dqn_catch, impala_atari
@@ -44,6 +46,23 @@ def test_nothing_is_compiled_within_a_segment():
     assert compiled  # the listener works
   finally:
     jax.monitoring.clear_event_listeners()
+
+@pytest.mark.parametrize('fields', [
+    {}, dict(scheme='fused', replay__priority_exponent=0.0), dict(replay__evict_every=2),
+    dict(replay__eviction='prioritised', replay__evict_every=2)], ids=str)
+def test_no_update_copies_the_replay(fields):
+  """Additions and gradient steps change it in place."""
+  config = changed(apex_dqn_catch.get_config('smoke').to_dict(), **fields)
+  config['replay']['capacity'] = 20_000  # more numbers than any batch or network here has
+  prepared_run = fresh(config)
+  jax.clear_caches()
+  with recorded() as texts:
+    run(None, updates=2, prepared_run=prepared_run)
+  programs = [text for text in texts if '/storing/' in text]
+  copied = re.findall(r'(\w+\[[\d,]+\])\S* copy\(', ''.join(programs))
+  assert copied  # of small arrays
+  assert not [shape for shape in copied
+              if math.prod(map(int, re.findall(r'\d+', shape.partition('[')[2]))) >= 20_000]
 
 
 @pytest.mark.parametrize('scheme', ['sync', 'cleanba', 'fused', 'apex_lockstep'])
