@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -80,7 +81,6 @@ class Lane:
       self.update = self._first.update
       self.steps = counters.number(self._first.state.steps)
     self._saved_update = self.update
-    self._surroundings = restoring.surroundings(self.run)
     self._longest = restoring.longest_replay(self.run)
     self._meter = Meter(self.run.experiment, meta, wall_clock(meta, began_s))
 
@@ -109,6 +109,25 @@ class Lane:
         damage = restoring.problem_of_actions(self.run, self.workdir, self._record, update)
         if damage:
           raise Refused(damage) from None
+
+  @functools.cached_property
+  def _surroundings(self) -> dict[str, Any]:
+    return restoring.surroundings(self.run)
+
+  def compute_canary(self) -> None:
+    """Starts to compute the canary, behind the first state, while this thread goes on.
+
+    Both compile. One after the other they leave a core to what this thread does.
+    """
+    state = self._first.state
+
+    def compute():
+      if callable(state):
+        with contextlib.suppress(Exception):  # whoever needs the state is told of it
+          state()
+      restoring.surroundings(self.run)  # it is kept
+
+    threading.Thread(target=compute, name=stopping.BESIDE).start()
 
   def take_first(self) -> Snapshot:
     """Returns where the run begins; it must not stay in memory while the run trains."""

@@ -40,6 +40,9 @@ class Watcher(Protocol):
   def asked_to_stop(self) -> bool:
     """Returns whether the runs shall stop."""
 
+  def begin(self) -> None:
+    """Called before the first update of a segment, or of its rest, when all is compiled."""
+
   def is_saving(self) -> bool:
     """Returns whether `after` is saving the runs."""
 
@@ -187,6 +190,7 @@ class GraphProgram:
       self._run = leg.run
       leg_end = snapshots[0].update + leg.updates
       with build.segment(leg.run, snapshots.pop(), leg.updates, write, events) as graph:
+        watcher.begin()
         since_s = time.perf_counter()
         loops.run(graph.workers, busy=watcher.is_saving)
         while reached is not None:

@@ -166,6 +166,7 @@ class SeedsProgram:
 
   def segment(self, report: ReportTo, watcher: Watcher) -> None:
     """See `Program`; the segment lasts for the whole training."""
+    watcher.begin()
     total = counters.of(self._run.experiment.total_steps, self._steps()[0])
     previous = None
     update = max(self._updates)

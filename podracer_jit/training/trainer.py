@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -66,6 +65,8 @@ class Trainer:
         self._options.every_updates, experiment.eval.every_updates) if every]
     self._next_save_s = time.monotonic() + self._options.every_seconds
     self._is_saving = False
+    # Runs, the indices of their segments, and fields of headers, which are not told yet.
+    self._begins: Sequence[tuple[Lane, int, Mapping[str, Any]]] = ()
 
   def asked_to_stop(self) -> bool:
     """Returns whether a signal or a sink of this process has asked for an end."""
@@ -76,8 +77,18 @@ class Trainer:
     """Returns whether the runs are being saved, or what this needs is awaited."""
     return self._is_saving
 
+  def begin(self) -> None:
+    """Tells the runs that go on that a segment begins, once.
+
+    It waits for the canary, for which programs need not wait.
+    """
+    begins, self._begins = self._begins, ()
+    for lane, index, fields in begins:
+      lane.begin_segment(index, fields)
+
   def replaying(self, done: int, total: int) -> None:
     """Tells how far environments are that are made again."""
+    self.begin()
     for sinks in (self._sinks, *self._lanes):
       sinks.replaying(done, total)
 
@@ -126,9 +137,8 @@ class Trainer:
                or self._lanes[0].update == self._last):
       before = [lane.update for lane in self._lanes]
       fields = self._program.header()
-      for number, lane in enumerate(self._lanes):
-        if not lane.is_finished:
-          lane.begin_segment(self._program.segment_index(number), fields)
+      self._begins = [(lane, self._program.segment_index(number), fields)
+                      for number, lane in enumerate(self._lanes) if not lane.is_finished]
       self._program.segment(self._report, self)
       if before == [lane.update for lane in self._lanes]:
         break
@@ -286,6 +296,7 @@ class Training:
         name = f'seed {each.run.experiment.seed}' if self._are_seeds else ''
         lanes.append(Lane(each, name, progress.note, began_s))
         stack.enter_context(lanes[-1].closing())
+      lanes[0].compute_canary()  # all lanes have the same
       before = [lane.update for lane in lanes]
       for line in self._beginning(lanes):
         progress.note(line)
@@ -428,8 +439,6 @@ def opened(experiment: Experiment, workdir: Path, request: Request,
       experiment.num_shards, experiment.num_grad_shards, host.machine()[0]))
   crew = Crew(cluster, experiment) if cluster else None
   run = build.make_run(experiment, crew)
-  # What it computes is kept; it compiles while this thread goes on.
-  threading.Thread(target=restoring.surroundings, args=(run,), name=stopping.BESIDE).start()
   trial.check(run)
   notes += [*(f'warning: {line}' for line in memory.check(run, num_seeds or 1)),
             *memory.of_replay(run, num_seeds or 1), *checks.notes(experiment), *_untried(run)]

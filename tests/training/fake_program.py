@@ -40,6 +40,7 @@ class FakeProgram:
     update = int(state.update)
     end = build.segment_end(run.experiment, first)
     self._check_sent(first, update)
+    watcher.begin()
     is_over = False
     while update < end and not is_over:
       update += 1
