@@ -1,7 +1,7 @@
 """Draws pictures of the docs: python -m benchmarks.pictures NAME ...
 
   python -m benchmarks.pictures flow     # docs/images/data_flow.svg
-  python -m benchmarks.pictures mujoco   # docs/images/mujoco.svg, from the table of docs/results.md
+  python -m benchmarks.pictures mujoco   # docs/images/mujoco.svg, from docs/results.csv
   python -m benchmarks.pictures live     # docs/images/live.svg; trains ppo_cartpole
   python -m benchmarks.pictures agent runs/pole runs/before.mp4 runs/after.mp4
 
@@ -31,6 +31,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
+
+from benchmarks import results
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / 'docs' / 'images'
@@ -137,35 +139,38 @@ def flow() -> str:
 
 
 def mujoco() -> str:
-  """Returns bars of returns, ours and CleanRL's, from the table of docs/results.md.
+  """Returns bars of returns, ours and CleanRL's, from the rows of docs/results.csv.
 
-  Each task has an axis of its own, from 0 to the larger return.
+  Each task has an axis of its own, from 0 to the larger return. CleanRL's are of three seeds.
   """
-  text = (ROOT / 'docs' / 'results.md').read_text()
-  number = r'(-?[\d,.]+) ± ([\d.]+)'
-  rows = re.findall(rf'^\| (\w+-v4) \|.*\| {number} \| {number} \|$', text, re.MULTILINE)
-  rows = [(task, *(float(x.replace(',', '')) for x in values)) for task, *values in rows]
-  rows = [row for row in rows if row[1] > 0]  # of bars of costs, longer would be worse
-  body = [_text(20, 26, 'PPO, 1M steps of MuJoCo: mean return of 3 seeds and deviation',
+  number = r'(-?[\d,.]+) ± ([\d,.]+)'
+  rows = []
+  for row in results.read(results.TABLE):
+    published = re.match(number, row.published)
+    # Of bars of costs, longer would be worse.
+    if row.config == 'ppo_mujoco' and published and row.values.mean() > 0:
+      theirs = (float(text.replace(',', '')) for text in published.groups())
+      rows.append((row.task, (row.values.mean(), row.values.std(), len(row.values)),
+                   (*theirs, 3)))
+  body = [_text(20, 26, 'PPO, 1M steps of MuJoCo: mean return and deviation (seeds)',
                 font_weight='bold'),
           '<rect x="20" y="38" width="12" height="10" class="fill-ours"/>',
           _text(38, 48, 'podracer_jit', 'muted', font_size=12),
           '<rect x="130" y="38" width="12" height="10" class="fill-theirs"/>',
           _text(148, 48, "CleanRL's published", 'muted', font_size=12)]
-  for i, (task, mean, deviation, their_mean, their_deviation) in enumerate(rows):
+  for i, (task, ours, theirs) in enumerate(rows):
     top = 64 + 42 * i
-    scale = 260 / max(mean + deviation, their_mean + their_deviation)
+    scale = 260 / max(mean + deviation for mean, deviation, _ in (ours, theirs))
     body.append(_text(150, top + 20, task, text_anchor='end', font_size=12))
-    for k, (name, value, width) in enumerate((('ours', mean, deviation),
-                                             ('theirs', their_mean, their_deviation))):
+    for k, (name, (value, width, seeds)) in enumerate((('ours', ours), ('theirs', theirs))):
       y = top + 16 * k
       end = 160 + scale * value
       body += [f'<rect x="160" y="{y}" width="{scale * value:.1f}" height="13" '
                f'class="fill-{name}"/>',
                f'<path d="M{end - scale * width:.1f},{y + 6.5} h{2 * scale * width:.1f}" '
                'class="stroke-text" stroke-width="1.5"/>',
-               _text(432, y + 11, f'{value:,.0f} ± {width:,.0f}', 'muted', font_size=11)]
-  return _svg(520, 64 + 42 * len(rows), 'Returns of MuJoCo beside CleanRL', body)
+               _text(432, y + 11, f'{value:,.0f} ± {width:,.0f} ({seeds})', 'muted', font_size=11)]
+  return _svg(540, 64 + 42 * len(rows), 'Returns of MuJoCo beside CleanRL', body)
 
 
 def _curve(workdir: Path, size: tuple[int, int]) -> Any:

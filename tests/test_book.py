@@ -111,7 +111,7 @@ def test_the_picture_of_a_round_is_what_the_script_draws():
 def test_the_picture_of_mujoco_has_the_figures_of_the_results():
   drawn = (DOCS / 'images' / 'mujoco.svg').read_text()
   assert drawn == pictures.mujoco()
-  assert 'HalfCheetah-v4' in drawn and '1,722 ± 45' in drawn and '1,443 ± 46' in drawn
+  assert 'HalfCheetah-v4' in drawn and '2,120 ± 674 (10)' in drawn and '1,443 ± 46 (3)' in drawn
 
 
 def test_the_animation_of_an_agent(tmp_path):
