@@ -234,7 +234,7 @@ class Replay(NamedTuple):
     before = tree.get(state.priorities, group, place[None]) > 0
     # The size changes by the new items, minus the overwritten ones.
     change = jnp.sum(value > 0) - jnp.sum(before)
-    # Never so: the writes depend on what was read, else XLA copies the tree for them.
+    # `change` is never less. So the writes need what was read; else XLA copies the tree for them.
     place = jnp.where(change < -len(place), tree.NOWHERE, place)
     return state._replace(priorities=tree.put(state.priorities, group, place[None], value[None]),
                           size=state.size + change)
@@ -354,8 +354,6 @@ class Replay(NamedTuple):
     """
     chex.assert_rank(place, 1)
     chex.assert_equal_shape([place, error])
-    if self.fifo and not self.priority_exponent:
-      return state  # all weights are 1 and stay so; XLA would copy the tree
     # `tree.put` must not get a place twice; equal places are neighbours.
     previous = jnp.pad(place, (1, 0), constant_values=-1)[:-1]
     place = jnp.where(place == previous, tree.NOWHERE, place)

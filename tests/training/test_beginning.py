@@ -1,15 +1,18 @@
-"""Lines that a command prints before it trains."""
+"""Lines that a command prints before it trains, and what it need not wait for."""
 
+import contextlib
 import dataclasses
 import sys
+import threading
 import types
 
 import numpy as np
 import pytest
 
 from podracer_jit.cli.compare import header_differences
+from podracer_jit.experiment import build
 from podracer_jit.runtime import tried
-from podracer_jit.training import trainer
+from podracer_jit.training import restoring, trainer
 from podracer_jit.workdir import journal
 from tests import processes
 from tests.runs import changed, fresh, small, train
@@ -46,6 +49,27 @@ def test_receipts_have_the_flags_of_xla(flags, tmp_path, monkeypatch):
   # A comparison names them as a cause.
   lines = header_differences([header], [dict(header, xla_flags='--xla_other=1')])
   assert lines == [f"segment 0: XLA_FLAGS were {flags!r} in A and '--xla_other=1' in B"]
+
+
+def test_programs_do_not_wait_for_the_canary(tmp_path, monkeypatch):
+  real_segment, real_canary = build.segment, restoring.canary
+  is_built = threading.Event()
+
+  @contextlib.contextmanager
+  def segment(*args):
+    with real_segment(*args) as graph:
+      is_built.set()
+      yield graph
+
+  def canary():
+    assert is_built.wait(60)
+    return real_canary()
+
+  monkeypatch.setattr(build, 'segment', segment)
+  monkeypatch.setattr(restoring, 'canary', canary)
+  assert train(fresh(small(total_steps=200)), tmp_path)
+  header = journal.read_lines(tmp_path / journal.RECEIPTS)[0]
+  assert header['canary'] == real_canary()
 
 
 def test_versions_that_were_tried_are_no_line(monkeypatch):
