@@ -195,8 +195,8 @@ class FromReplay:
     with jax.named_scope('storing'):
       replay = state.replay
       if priority is not None:
-        # No probability is below 0. So the writes need what was read; else XLA copies the tree for them if
-        # all priorities are alike.
+        # No probability is below 0. So the writes need what was read; else XLA copies the tree for
+        # them if all weights are alike.
         place = jnp.where(probability < 0, tree.NOWHERE, place)
         replay = self.memory.set_priorities(replay, place, groups.gather(priority).reshape(-1))
       if self.options.evict_every:
