@@ -5,8 +5,9 @@
 
 `rows` reads finished runs, such as those of a sweep. Runs that differ in nothing but the seed are a
 row. Its returns are those of `podracer_jit evaluate`, where each run was evaluated alike; else the
-mean of the last 100 training episodes. It replaces rows of the same command in the file, and prints
-docs/results.md's table of all rows of these runs. `published` is filled by hand.
+mean of the last 100 training episodes. It replaces rows of the same command in the file, writes the
+table of docs/results.md, and prints the rows of these runs. `published` is filled by hand; `rows`
+without workdirs writes the table again.
 
 `again` is for a release: it draws a row, trains its config with the next seed, evaluates it in the
 same way, and compares the return with the interval in which 99 of 100 further seeds are expected,
@@ -24,10 +25,11 @@ import datetime
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,12 +181,17 @@ def read(table: Path) -> list[Row]:
             for fields in csv.DictReader(lines)]
 
 
-def write(table: Path, rows: Iterable[Row]) -> None:
-  """Writes rows to a file."""
+def write(table: Path, rows: Sequence[Row]) -> None:
+  """Writes rows to a file, and to the page beside it that has a table of them, if there is one."""
   with table.open('w', newline='') as lines:
     writer = csv.writer(lines, lineterminator='\n')
     writer.writerow(Row._fields)
     writer.writerows(rows)
+  page = table.with_suffix('.md')
+  if page.exists():
+    before, header, after = page.read_text().partition(HEADER)
+    after = re.sub(r'(\n\|.*)*', '', after, count=1)
+    page.write_text('\n'.join([before + header, *(row.markdown() for row in rows)]) + after)
 
 
 def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
@@ -234,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   own.add_argument('--table', type=Path, default=TABLE, help='the file of rows')
   commands = own.add_subparsers(dest='command', required=True)
   of_rows = commands.add_parser('rows', help='makes rows from workdirs')
-  of_rows.add_argument('folders', nargs='+', type=Path, help='workdirs, sweeps, or folders of such')
+  of_rows.add_argument('folders', nargs='*', type=Path, help='workdirs, sweeps, or folders of such')
   of_rows.add_argument('--commit', default='unknown', help="the package's, if runs do not name one")
   of_again = commands.add_parser('again', help='trains a row once more')
   of_again.add_argument('--row', help='its config, or CONFIG@TASK; default: a drawn one')

@@ -39,6 +39,14 @@ def test_new_rows_replace_old_ones_of_the_same_command(tmp_path):
   assert results.read(tmp_path / 'none.csv') == []
 
 
+def test_the_table_of_the_page_is_replaced(tmp_path):
+  page = tmp_path / 'results.md'
+  page.write_text(f'# Results\n\n{results.HEADER}\n| old |\n| older |\n\n| another | table |\n')
+  results.write(tmp_path / 'results.csv', [ROW])
+  assert page.read_text() == (
+      f'# Results\n\n{results.HEADER}\n{ROW.markdown()}\n\n| another | table |\n')
+
+
 def test_rows_of_real_runs_and_one_trained_again(tmp_path):
   for seed in (1, 2):
     done = processes.run([sys.executable, '-m', 'podracer_jit', '--config=impala_catch:smoke',
