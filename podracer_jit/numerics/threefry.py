@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.random import threefry2x32_p
 from jax.interpreters import mlir
 
@@ -57,5 +59,19 @@ def fold_in(key: np.ndarray, data: Sequence[int]) -> np.ndarray:
   return np.stack(threefry2x32(*key[:, None], np.zeros_like(low), low), axis=-1)
 
 
-mlir.register_lowering(threefry2x32_p, mlir.lower_fun(threefry2x32, multiple_results=True),
+def _lowered(key_0: jax.Array, key_1: jax.Array, x_0: jax.Array, x_1: jax.Array
+             ) -> tuple[jax.Array, jax.Array]:
+  """Returns the hash, in another kernel than that of its key, which often is a hash itself.
+
+  Else the key's hash would be computed again for each number, and LLVM would take minutes to
+  compile such a kernel; with jax 0.11 it does not end if there are three hashes.
+  """
+  # The loop makes no turn. XLA drops barriers before it fuses, and also a loop that only adds.
+  _, key_0, key_1 = lax.while_loop(
+      lambda carry: carry[0], lambda carry: (~carry[0], carry[1] * carry[1], carry[2] * carry[2]),
+      (lax.optimization_barrier(jnp.bool_(False)), key_0, key_1))
+  return threefry2x32(key_0, key_1, x_0, x_1)
+
+
+mlir.register_lowering(threefry2x32_p, mlir.lower_fun(_lowered, multiple_results=True),
                        platform='cpu')
