@@ -80,16 +80,27 @@ def test_a_pair_is_tried_once_and_again_after_a_failure(fake, tmp_path, capsys):
   assert versions.main(command) == 0
   out = capsys.readouterr().out.splitlines()
   assert out[0] == '| python | jax | ' + ' | '.join([*versions.NAMED, *versions.CONFIGS, 'quick |'])
-  assert out[2] == ('| 3.12.9 | 0.12.0 | 1.2.5 | - | - | 2 | 7 updates | 7 updates | '
+  assert out[2] == ('| 3.12.9 | 0.12.0 | 1.2.5 | - | - | 2 | 7 updates | 7 updates | 7 updates | '
                     '37 passed, 2 skipped |')
   assert out[-1] == 'Python 3.12, jax 0.12.0: gymnax 1.0.1 has requirement jax<0.12'
   calls = fake()
   assert not any('pip install' in call or '-m venv' in call for call in calls)
   trainings = [call for call in calls if ':smoke' in call]
-  assert len(trainings) == 4 and sum('xla_threads' in call for call in trainings) == 2
+  assert len(trainings) == 6 and sum('xla_threads' in call for call in trainings) == 3
 
   assert versions.main(command) == 0
   assert capsys.readouterr().out.splitlines() == out and not fake()
+
+
+def test_a_step_that_does_not_end_has_failed(fake, tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(versions, 'LIMIT_S', 1.0)
+  python = tmp_path / 'bin' / 'python3.12'
+  python.write_text(python.read_text().replace("echo 'identical", "echo begun; sleep 60; echo '"))
+  assert versions.main([f'--folder={tmp_path}/out', '--pythons=3.12', '--jax=0.12.0']) == 1
+  log = tmp_path / 'out' / 'py3.12-jax0.12.0' / 'impala_catch-compare.log'
+  assert (f'Python 3.12, jax 0.12.0: impala_catch-compare did not end in 1 s; see {log}'
+          in capsys.readouterr().out)
+  assert log.read_text() == 'begun\n'
 
 
 def test_a_missing_interpreter_is_named_and_has_not_passed(fake, tmp_path, capsys):
