@@ -220,7 +220,7 @@ def _train(enter: Callable[[contextlib.ExitStack], contextlib.AbstractContextMan
   began_s = time.perf_counter()
   opened = None
   finished = False
-  with stopping.handled(leave=_interrupt) as stop:
+  with stopping.handled(leave=_interrupt, is_command=False) as stop:
     try:
       with contextlib.ExitStack() as stack:
         with refusing():

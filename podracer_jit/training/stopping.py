@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Signals that are closer together count as one: a terminal and a launcher may both send a signal,
 # and the kernel reports a parent's end once for each thread of the parent.
 REPEAT_S = 0.5
+# The main thread has this long to handle a signal; else it is in a library that is busy.
+PATIENCE_S = 2.0
 # Name of threads that only prepare what comes later: a process ends without them.
 BESIDE = 'beside the training'
 
@@ -92,6 +95,30 @@ class Stopping:
     elif asked_before and is_new and not self.is_saving:
       raise KeyboardInterrupt
 
+  def watch(self, wakeups: socket.socket) -> None:
+    """Acts on signals while Python cannot call `handle`: the main thread waits for XLA's compiler.
+
+    Args:
+      wakeups: a byte of each signal, see `signal.set_wakeup_fd`, until it is closed.
+    """
+    is_told = False
+    while wakeups.recv(1):
+      deadline_s = time.monotonic() + PATIENCE_S
+      while not self._asked and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+      if self._asked or self._ended:
+        return
+      if not self._training:
+        self._leave()
+      elif is_told:
+        complain('podracer_jit: interrupted while XLA compiles; what was saved stays')
+        os._exit(INTERRUPTED)
+      else:
+        is_told = True
+        complain('podracer_jit: stops when XLA has compiled; a second signal ends it at once')
+        with contextlib.suppress(BlockingIOError):  # what came meanwhile is the same request
+          wakeups.recv(1024, socket.MSG_DONTWAIT)
+
 
 def numbers() -> list[signal.Signals]:
   """Returns the signals to handle.
@@ -103,24 +130,45 @@ def numbers() -> list[signal.Signals]:
 
 
 @contextlib.contextmanager
-def handled(leave: Callable[[], None] = leave, clock: Callable[[], float] = time.monotonic
-            ) -> Iterator[Stopping]:
+def handled(leave: Callable[[], None] = leave, clock: Callable[[], float] = time.monotonic,
+            is_command: bool = True) -> Iterator[Stopping]:
   """Handles the signals during the block; in another thread than the main one, it does nothing.
 
   Args:
     leave: called by a signal that comes before training.
     clock: returns the time in seconds.
+    is_command: the process is ours, so it may be ended at any time, see `Stopping.watch`.
   """
   stopping = Stopping(leave, clock)
   before = {}
-  if threading.current_thread() is threading.main_thread():
-    for number in numbers():
-      before[number] = signal.signal(number, stopping.handle)
+  with contextlib.ExitStack() as stack:
+    if threading.current_thread() is threading.main_thread():
+      if is_command:
+        stack.enter_context(_watched(stopping))
+      for number in numbers():
+        before[number] = signal.signal(number, stopping.handle)
+    try:
+      yield stopping
+    finally:
+      for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _watched(stopping: Stopping) -> Iterator[None]:
+  """Runs `stopping.watch` in a thread during the block."""
+  wakeups, writer = socket.socketpair()
+  writer.setblocking(False)
+  watcher = threading.Thread(target=stopping.watch, args=[wakeups], daemon=True, name=BESIDE)
+  watcher.start()
+  before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
   try:
-    yield stopping
+    yield
   finally:
-    for number, handler in before.items():
-      signal.signal(number, handler)
+    signal.set_wakeup_fd(before)
+    writer.close()
+    watcher.join()
+    wakeups.close()
 
 
 def ignore() -> None:

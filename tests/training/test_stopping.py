@@ -3,10 +3,13 @@
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from podracer_jit import errors
 from podracer_jit.training import stopping
+from tests import processes
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +87,40 @@ def test_signals_that_interrupt_each_other_are_one_request():
   assert process.returncode == 0, process.stderr
   name, count = process.stdout.split()
   assert name == 'lines:' and int(count) >= 5
+
+
+BUSY = """
+import sys
+import jax
+from podracer_jit.training import stopping
+
+with stopping.handled() as stop:
+  if sys.argv[1] == 'training':
+    stop.begin_training()
+  # As in a compiler, the main thread calls no Python meanwhile.
+  endless = jax.jit(lambda x: jax.lax.while_loop(lambda x: x >= 0, lambda x: x * 0, x)).lower(
+      0).compile()
+  print('busy', flush=True)
+  jax.block_until_ready(endless(0))
+"""
+
+
+@pytest.mark.parametrize('when, lines', [
+    ('starting', ['podracer_jit: interrupted while starting; nothing is lost']),
+    ('training', ['podracer_jit: stops when XLA has compiled; a second signal ends it at once',
+                  'podracer_jit: interrupted while XLA compiles; what was saved stays'])])
+def test_signals_end_a_process_whose_main_thread_is_in_a_library(when, lines):
+  with processes.Popen([sys.executable, '-c', BUSY, when], stdout=subprocess.PIPE,
+                       stderr=subprocess.PIPE, text=True) as process:
+    limit = threading.Timer(60, process.kill)
+    limit.start()
+    assert process.stdout.readline() == 'busy\n'
+    for line in lines:
+      process.send_signal(signal.SIGTERM)
+      process.send_signal(signal.SIGTERM)  # the same request, from another sender
+      assert process.stderr.readline() == f'{line}\n'
+    assert process.wait() == errors.INTERRUPTED
+    limit.cancel()
 
 
 def test_no_signal_interrupts_a_save():
