@@ -154,6 +154,18 @@ def handled(leave: Callable[[], None] = leave, clock: Callable[[], float] = time
         signal.signal(number, handler)
 
 
+_writers: list[socket.socket] = []  # of `_watched`
+
+
+def _forked() -> None:
+  """Separates a forked process, whose signals would wake the thread of this one."""
+  if _writers:
+    signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 @contextlib.contextmanager
 def _watched(stopping: Stopping) -> Iterator[None]:
   """Runs `stopping.watch` in a thread during the block."""
@@ -162,10 +174,12 @@ def _watched(stopping: Stopping) -> Iterator[None]:
   watcher = threading.Thread(target=stopping.watch, args=[wakeups], daemon=True, name=BESIDE)
   watcher.start()
   before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+  _writers.append(writer)
   try:
     yield
   finally:
     signal.set_wakeup_fd(before)
+    _writers.remove(writer)
     writer.close()
     watcher.join()
     wakeups.close()

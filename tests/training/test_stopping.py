@@ -123,6 +123,31 @@ def test_signals_end_a_process_whose_main_thread_is_in_a_library(when, lines):
     limit.cancel()
 
 
+FORKED = """
+import os, signal, time
+from podracer_jit.training import stopping
+
+read, write = os.pipe()
+with stopping.handled():
+  child = os.fork()
+  if not child:
+    os.write(write, b'1')
+    while True:
+      time.sleep(0.1)
+  os.read(read, 1)
+  os.kill(child, signal.SIGTERM)
+  assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+  time.sleep(stopping.PATIENCE_S + 1)
+print('goes on')
+"""
+
+
+def test_signals_of_a_forked_process_are_its_own():
+  process = subprocess.run([sys.executable, '-c', FORKED], capture_output=True, text=True,
+                           timeout=60, check=False)
+  assert process.stdout == 'goes on\n', process.stderr
+
+
 def test_no_signal_interrupts_a_save():
   time_s = 0.0
   with stopping.handled(clock=lambda: time_s) as stop:
