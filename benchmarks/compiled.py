@@ -201,8 +201,8 @@ def _moves(computations: dict[str, list[Instruction]], line: Instruction) -> boo
 def _formula(computations: dict[str, list[Instruction]], line: Instruction) -> str:
   """Returns an instruction's opcode, shape and attributes, and the computations it calls."""
   attributes, inner = _called(computations, line)
-  # A loop may carry the same arrays in another order.
-  shape = '' if line.opcode in ('while', 'call') else line.shape
+  # A loop may carry the same arrays in another order, and a fusion may return them in one.
+  shape = '' if line.opcode in ('while', 'call') or line.shape.startswith('(') else line.shape
   return f'{line.opcode} {shape}{attributes} {inner}'
 
 
@@ -250,6 +250,20 @@ def _body(computations: dict[str, list[Instruction]], name: str, opcode: str) ->
   if opcode != 'fusion':
     return _arithmetic(computations, name)
   lines = {line.name: line for line in computations[name]}
+  root = computations[name][-1]
+  results = re.findall(r'%([\w.-]+)', root.operands) if root.opcode == 'tuple' else [root.name]
+  return ' and '.join(sorted(_expression(computations, lines, result) for result in results))
+
+
+def _expression(computations: dict[str, list[Instruction]], lines: dict[str, Instruction],
+                result: str) -> str:
+  """Returns a result of a fusion as numbered expressions.
+
+  Args:
+    computations: of the program.
+    lines: of the fusion, by name.
+    result: the name of one of them.
+  """
   numbers: dict[str, int] = {}  # of expressions
 
   @functools.cache
@@ -263,5 +277,5 @@ def _body(computations: dict[str, list[Instruction]], name: str, opcode: str) ->
     return numbers.setdefault(
         f'{line.shape} {line.opcode}({values}){attributes}{inner}', len(numbers))
 
-  number(computations[name][-1].name)
+  number(result)
   return '; '.join(numbers)

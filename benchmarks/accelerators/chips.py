@@ -17,7 +17,8 @@ from podracer_jit.runtime import host
 H100 = Path(__file__).with_name('h100.txtpb')  # XLA's description of the device
 # A TPU's compiler asks Google's cloud where it runs, unless it is told.
 TPU_ENV = {'TPU_SKIP_MDS_QUERY': '1', 'TPU_ACCELERATOR_TYPE': 'v5litepod-4',
-           'TPU_WORKER_HOSTNAMES': 'localhost', 'TPU_WORKER_ID': '0'}
+           'TPU_WORKER_HOSTNAMES': 'localhost', 'TPU_WORKER_ID': '0',
+           'ALLOW_MULTIPLE_LIBTPU_LOAD': '1'}  # several processes may compile at once
 # Fusions of Triton get their configuration by trying it. The other flags are those of a run.
 XLA_FLAGS = ['--xla_gpu_enable_triton_gemm=false',
              *(f'{flag}={value}' for flag, value in host.REPEATABLE.items())]

@@ -194,6 +194,31 @@ ENTRY %main (x: f32[4]) -> f32[4] {
   assert launches(text.replace('TURNS', turns)) == 20 + 1 + 1
 
 
+def test_a_kernel_may_return_its_results_in_another_order():
+  def text(shape, *results):
+    return f"""HloModule jit_f
+
+%inner (p: f32[4], q: s32[4]) -> {shape} {{
+  %p = f32[4] parameter(0)
+  %q = s32[4] parameter(1)
+  %a = f32[4] add(%p, %p)
+  %b = s32[4] multiply(%q, %q)
+  ROOT %t = {shape} tuple({', '.join(results)})
+}}
+
+ENTRY %main (x: f32[4], y: s32[4]) -> {shape} {{
+  %x = f32[4] parameter(0)
+  %y = s32[4] parameter(1)
+  ROOT %f = {shape} fusion(%x, %y), kind=kLoop, calls=%inner, metadata={{op_name="island_u/y"}}
+}}
+"""
+
+  one = kernels(text('(f32[4], s32[4])', '%a', '%b'))
+  assert one.keys() == {'u'}
+  assert one == kernels(text('(s32[4], f32[4])', '%b', '%a'))
+  assert one != kernels(text('(s32[4], f32[4])', '%b', '%p'))
+
+
 def test_kernels_of_a_tpu_differ_in_the_order_of_sums_alone():
   def text(opcode, memory, cycles, bounds):
     config = (f'{{"flag_configs":[],"window_config":{{"input_window_bounds":["{bounds}"],'
