@@ -114,10 +114,10 @@ class Stopping:
         complain('podracer_jit: interrupted while XLA compiles; what was saved stays')
         os._exit(INTERRUPTED)
       else:
-        is_told = True
-        complain('podracer_jit: stops when XLA has compiled; a second signal ends it at once')
         with contextlib.suppress(BlockingIOError):  # what came meanwhile is the same request
           wakeups.recv(1024, socket.MSG_DONTWAIT)
+        is_told = True
+        complain('podracer_jit: stops when XLA has compiled; a second signal ends it at once')
 
 
 def numbers() -> list[signal.Signals]:
