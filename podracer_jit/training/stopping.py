@@ -102,7 +102,9 @@ class Stopping:
       wakeups: a byte of each signal, see `signal.set_wakeup_fd`, until it is closed.
     """
     is_told = False
-    while wakeups.recv(1):
+    while number := wakeups.recv(1):
+      if number[0] not in SIGNALS:  # a user's code may handle further ones
+        continue
       deadline_s = time.monotonic() + PATIENCE_S
       while not self._asked and time.monotonic() < deadline_s:
         time.sleep(0.05)
@@ -111,6 +113,8 @@ class Stopping:
       if not self._training:
         self._leave()
       elif is_told:
+        while self.is_saving:
+          time.sleep(0.05)
         complain('podracer_jit: interrupted while XLA compiles; what was saved stays')
         os._exit(INTERRUPTED)
       else:
