@@ -42,6 +42,9 @@ What differs from the authors' program (openai/random-network-distillation):
 - Its loss is a sum over the drawn rows divided by their expected number, not by their number.
 - Advantages are normalised and gradients clipped, as PPO does here; theirs are not.
 - The losses of both values weigh half as much, unless `loss.value_coef` is 1.
+- Minibatches have rows of all environments, drawn anew in each epoch; theirs have whole
+  environments in a fixed order.
+- Adam's epsilon is 1e-5 (`optimizer.eps`); theirs is 1e-8.
 - All networks have the config's torso. Theirs are convolutional, with leaky ReLUs in the networks
   of the bonus and further layers in the policy's.
 - A truncated episode is bootstrapped from its last observation.
@@ -157,7 +160,8 @@ class RND(PPO):
     """
     rows = action_masks.split(obs.reshape(-1, *obs.shape[2:]), self.parts.spec)[0]
     moments = running_moments.moments_of(state.params)['obs']
-    rows = jnp.clip(running_moments.standardise(moments, rows.astype(jnp.float32)), -CLIP, CLIP)
+    rows = running_moments.standardise(moments, running_moments.as_numbers(rows))
+    rows = jnp.clip(rows, -CLIP, CLIP)
     error = (self.predictor.apply(params['predictor'], rows)
              - self.random.apply(state.target.params, rows))
     return jnp.mean(jnp.square(error), axis=-1).reshape(obs.shape[:2])

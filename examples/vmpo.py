@@ -5,14 +5,13 @@ podracer_jit --config=examples/vmpo.py --workdir=runs/vmpo
 Any config may name it, with this folder on PYTHONPATH:
 
 podracer_jit --config=ppo_mujoco --config.loss.name=vmpo:VMPO --config.num_epochs=1 \
-    --config.num_minibatches=1 --config.normalise.value=False --config.loss.alpha=1.0 \
-    --workdir=runs/vmpo_mujoco
+    --config.num_minibatches=1 --config.loss.alpha=1.0 --workdir=runs/vmpo_mujoco
 
 With seeds 1, 2 and 3 the mean return of the last 100 training episodes is 500, the best, after
 400,000 steps.
 
 The rollouts of an update are one batch, which is learned from once (`num_epochs`, `num_minibatches`
-are 1). Nothing weighs importance or rewards entropy.
+are 1). There are no importance weights and no entropy bonus.
 
 | setting | paper | section | option |
 |---|---|---|---|

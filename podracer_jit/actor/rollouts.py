@@ -61,8 +61,8 @@ def initial_state(algorithm: Algorithm, vector_envs: Sequence[VectorEnv],
     vector_envs: the environments.
     keys: one PRNG key for each vector environment.
     first_env: index of the first environment among all environments of the run.
-    exploration: of all environments of the run, as `Algorithm.exploration` returns it; None in
-      evaluations.
+    exploration: of all environments of the run, as `Algorithm.exploration` returns it; None if
+      nothing explores.
 
   Returns:
     The actor's state, with one `EnvState` for each vector environment.

@@ -1,6 +1,8 @@
 """PQN on CartPole: Q-learning without a replay, in one program.
 
-Sizes and rates were chosen here; they are not those of the paper's program.
+The settings are those of the authors' program (config/alg/pqn_cartpole.yaml) except for the layers
+of 128 (256), the learning rate of 5e-4 (1e-4), the last epsilon of 0.05 (0.2) and the discount of
+0.98 (0.99); rewards are not multiplied by 0.1.
 
 podracer_jit --config=configs/pqn_cartpole.py --workdir=runs/pqn_cartpole
 """

@@ -22,7 +22,7 @@ def get_config(arg: str = ''):
   config.network.core = 'gru'
   config.network.core_size = 128
   config.loss.discount = 0.99
-  # Rewards are rare, so all environments begin at random, and returns reach back quickly.
+  # Rewards are rare, so actions are random at first, and returns reach back quickly.
   config.loss.epsilon = 'linear:1:0.4:0.3'
   config.loss.epsilon_alpha = 3.0
   config.loss.n_step = 8

@@ -3,7 +3,7 @@
 podracer_jit --config=configs/td3_mujoco.py --config.env.task=Hopper-v4 --workdir=runs/td3_hopper
 
 The settings are those of the authors' later program and of CleanRL's td3_continuous_action; the
-paper's are beside them in losses/td3.py. Eight environments act at once, and 32 gradient steps
+paper's are in losses/td3.py. Eight environments act at once, and 32 gradient steps
 follow each 32 steps.
 """
 

@@ -98,7 +98,12 @@ def of_replay(run: build.Run, copies: int = 1) -> list[str]:
   if not run.experiment.algorithm.learns_from_replay or size < LARGE_REPLAY:
     return []
   saved = run.experiment.checkpoint
-  on_disk = f', and as much on the disk in each of {saved.keep} checkpoints' if saved.replay else ''
+  on_disk = ''
+  if saved.replay:
+    has_one_segment = run.experiment.resumes_exactly and not run.experiment.env.renew_every_updates
+    kept = 2 if has_one_segment else saved.keep + 1
+    on_disk = (', and as much on the disk in each checkpoint, of which there are up to '
+               f'{kept + 1} while one is written')
   return [f'replay.capacity: {run.experiment.replay.capacity:,} items take {_gigabytes(size)} of '
           f'memory{on_disk}']
 

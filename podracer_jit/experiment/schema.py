@@ -424,7 +424,8 @@ class Experiment(TrainingOptions):
     return self.loss.bind(Parts(
         self.spec, self.policy, self.network, self.torso_options, self.normalise.moments,
         self.optimizer, self.total_steps, self.env.num_envs, self.unroll_length,
-        self.replay.min_size if self.replay else 0, self.numerics.precision))
+        -(-self.replay.min_size // self.replay.copies) if self.replay else 0,
+        self.numerics.precision))
 
   @functools.cached_property
   def items(self) -> Items:

@@ -52,7 +52,7 @@ class Parts(NamedTuple):
   total_steps: int
   num_envs: int  # of the run
   unroll_length: int
-  min_size: int = 0  # items of a replay before the first gradient step
+  min_size: int = 0  # steps whose items a replay has before the first gradient step
   precision: str = HIGHEST  # of products and convolutions, see `numerics.precision`
 
 
@@ -62,7 +62,7 @@ class Acted(NamedTuple):
   action: jax.Array  # [B, *action_shape], as the policy drew it
   extras: Any = None  # arrays [B, ...], stored as Rollout.extras [T, B, ...]
   carry: Carry = None  # arrays [B, ...], for the next row
-  # [B, K]: what the action was drawn from, for exports; never stored
+  # [B, K]: what the action was drawn from or chosen by, for exports; never stored
   distribution: jax.Array | None = None
 
 
@@ -317,7 +317,8 @@ class Algorithm(abc.ABC):
       valid: [B] bool. False: obs is the last of an episode, the action is ignored, and the carry
         after it must be the initial one.
       key: PRNG key of the row; None: take the most likely action.
-      exploration: [B] f32, these environments' constants; None in evaluations.
+      exploration: [B] f32, these environments' constants; None in evaluations without
+        `eval.epsilon`.
     """
     del exploration
     outputs: Any = self.network.apply(params, obs[None], carry, valid[None])

@@ -126,7 +126,7 @@ class DPG(Algorithm):
       obs: [B, ...].
       carry: None.
       valid: [B] bool; not read.
-      key: PRNG key of the row; None in evaluations.
+      key: PRNG key of the row; None: take the most likely action.
       exploration: [B] f32, the deviations of the noise; None in evaluations.
     """
     del carry, valid

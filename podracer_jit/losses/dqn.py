@@ -62,7 +62,7 @@ class DQN(Algorithm):
 
   def act(self, params: Any, obs: jax.Array, carry: Carry, valid: jax.Array,
           key: jax.Array | None, exploration: jax.Array | None) -> Acted:
-    """Acts epsilon-greedily, and greedily in evaluations; see `Algorithm.act`."""
+    """Acts epsilon-greedily, or greedily without `exploration`; see `Algorithm.act`."""
     del carry, valid
     q, value = (x[0] for x in self.network.apply(params, obs[None])[:2])
     return self.acted(q, value, key, exploration)

@@ -20,7 +20,7 @@ from podracer_jit.types import Params, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class OffPolicyActorCritic(Algorithm):
-  """Actor and critics for continuous actions and flat observations, which learn from a replay.
+  """Actor and critics that learn from a replay: continuous actions, observations without images.
 
   The network of the config is the torso of the actor and of each critic. A subclass defines
   `actor`, `act`, `loss` and the targets.
@@ -37,7 +37,8 @@ class OffPolicyActorCritic(Algorithm):
                        at_most=MAX_N_STEP)
   tau: float = option(0.005, 'share of the trained networks that their targets take in a step',
                       at_least=0, at_most=1)
-  num_critics: int = option(2, 'critics, whose least value counts', at_least=1, at_most=100)
+  num_critics: int = option(2, 'critics; targets take the smallest of their values',
+                            at_least=1, at_most=100)
 
   def make_network(self) -> nn.Module:
     """Returns the policy's network.

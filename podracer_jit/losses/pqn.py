@@ -24,8 +24,8 @@ class PQN(Algorithm):
 
   The returns are those of the parameters that begin an update. Layer normalisation of the torso
   takes the place of a target network. Unlike in the authors' program, a truncated episode is
-  bootstrapped from its last observation. Schemes in which actors lag learn from older actions as
-  from those of today.
+  bootstrapped from its last observation. In schemes whose actors lag, nothing corrects for the
+  older policy.
 
   The authors' program (mttga/purejaxql) has these settings for MinAtar, in
   config/alg/pqn_minatar.yaml:
@@ -68,15 +68,15 @@ class PQN(Algorithm):
 
   def act(self, params: Any, obs: jax.Array, carry: Carry, valid: jax.Array,
           key: jax.Array | None, exploration: jax.Array | None) -> Acted:
-    """Acts epsilon-greedily, and greedily in evaluations.
+    """Acts epsilon-greedily, or greedily without `exploration`.
 
     Args:
       params: of the Q-network.
       obs: [B, ...].
       carry: arrays [B, ...] of a recurrent network; else None.
       valid: [B] bool; False: obs is the last of an episode, and the carry begins anew.
-      key: PRNG key of the row; None in evaluations.
-      exploration: [B] f32, the probabilities of a random action; None in evaluations.
+      key: PRNG key of the row; None: take the most likely action.
+      exploration: [B] f32, the probabilities of a random action; None: none is.
     """
     q, _, carry = self.network.apply(params, obs[None], carry, valid[None])
     policy = self.parts.policy

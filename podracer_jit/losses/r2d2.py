@@ -75,7 +75,7 @@ class R2D2(DQN):
 
   def act(self, params: Any, obs: jax.Array, carry: Carry, valid: jax.Array,
           key: jax.Array | None, exploration: jax.Array | None) -> Acted:
-    """Acts epsilon-greedily, and greedily in evaluations; see `Algorithm.act`."""
+    """Acts epsilon-greedily, or greedily without `exploration`; see `Algorithm.act`."""
     q, value, carry = self.network.apply(params, obs[None], carry, valid[None])
     return self.acted(q[0], value[0], key, exploration)._replace(carry=carry)
 

@@ -55,7 +55,7 @@ def draw(key: jax.Array, dist_params: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class SAC(OffPolicyActorCritic):
-  """Soft actor-critic for continuous actions and flat observations (algorithm 1).
+  """Soft actor-critic for continuous actions and observations without images (algorithm 1).
 
   | option | the paper's value | where |
   |---|---|---|
@@ -116,7 +116,7 @@ class SAC(OffPolicyActorCritic):
       obs: [B, ...].
       carry: None.
       valid: [B] bool; not read.
-      key: PRNG key of the row; None in evaluations.
+      key: PRNG key of the row; None: take the most likely action.
       exploration: [B] f32, zeros; None in evaluations.
     """
     del valid

@@ -33,7 +33,7 @@ class Actor(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class TD3(OffPolicyActorCritic):
-  """Twin delayed DDPG for continuous actions and flat observations (algorithm 1).
+  """Twin delayed DDPG for continuous actions and observations without images (algorithm 1).
 
   | option | the paper's value | section |
   |---|---|---|
@@ -87,7 +87,7 @@ class TD3(OffPolicyActorCritic):
       obs: [B, ...].
       carry: None.
       valid: [B] bool; not read.
-      key: PRNG key of the row; None in evaluations.
+      key: PRNG key of the row; None: take the most likely action.
       exploration: [B] f32, the deviations of the noise; None in evaluations.
     """
     del valid

@@ -47,7 +47,8 @@ _ARGUMENTS = {
 _RESULTS = {
     'action': 'as `action` says, [batch, *shape]',
     'state': 'list of arrays, for the next call',
-    'distribution': 'float32 [batch, size]: what the policy draws from, see `policy`'}
+    'distribution': 'float32 [batch, size]: what the action is drawn from or chosen by, see '
+                    '`policy`'}
 # Meaning of the numbers that each policy reads. Policies of users are not listed.
 _NUMBERS = {
     'categorical': 'logits of the choices',
@@ -58,7 +59,8 @@ _NUMBERS = {
     'tanh_gaussian': 'means, then logarithms of standard deviations; tanh of the draws is scaled '
                      'to the bounds',
     'epsilon_greedy': 'values of the actions; the greedy action is taken, also in place of a draw',
-    'deterministic': 'the action from -1 to 1; it is scaled to the bounds, and nothing is drawn'}
+    'deterministic': 'the greedy action from -1 to 1, which is scaled to the bounds; an algorithm '
+                     'may draw around it'}
 
 # The entry of `policy` that says how a mask is obeyed.
 _MASK = ('{name} of an observation says which choices are legal, and the network does not read it; '

@@ -8,7 +8,8 @@ eviction are possible: 'fifo' stores each frame once, in a ring; 'prioritised' s
 in slots.
 
 Priorities are (|TD error| + LEAST)^exponent. An `add` cuts the replay to its capacity, counted in
-rows, invalid ones included; or `evict` does, every so many gradient steps, as in the paper.
+items, of which 'fifo' also counts places of the ring where none begins; or `evict` does, every so
+many gradient steps, as in the paper.
 
 flashbax's prioritised buffer does not fit: it gives new transitions the largest priority so far
 instead of their own, its tree adds differences to sums, and it evicts by age only.

@@ -74,6 +74,23 @@ def _bonus(state, obs):
   return np.mean((_dense(predictor['Dense_2'], y) - expected) ** 2, axis=-1)
 
 
+def test_the_bonus_standardises_images_of_bytes_by_their_moments():
+  algorithm = resolve(changed(small(NAME, 'Pong-v5', 'nature_cnn'), loss__embedding=5)).algorithm
+  state = algorithm.first_state(jax.random.key(0), jax.random.key(1))
+  rng = np.random.default_rng(2)
+  obs = rng.integers(256, size=(2, 6, *algorithm.parts.spec.obs_shape)).astype(np.uint8)
+  rows = np.float64(obs) / 255
+  moments = Moments(np.float32(12), *np.float32((rows.mean((0, 1)), 12 * rows.var((0, 1)))))
+  state = state._replace(params=state.params | {
+      'moments': state.params['moments'] | {'obs': moments}})
+  x = ((rows - moments.mean) / np.sqrt(moments.m2 / 12)).clip(-5, 5).reshape(12, *obs.shape[2:])
+  assert np.mean(np.abs(x) == 5) < 0.01
+  error = (algorithm.predictor.apply(state.params['predictor'], np.float32(x))
+           - algorithm.random.apply(state.target.params, np.float32(x)))
+  assert_allclose(algorithm.bonus(state.params, state, obs).ravel(),
+                  np.mean(np.square(error), axis=-1), rtol=1e-4)
+
+
 def _intrinsic_value(state, obs):
   params = state.params['params']
   features = np.tanh(_dense(params['torso']['Dense_0'], np.float64(obs)))

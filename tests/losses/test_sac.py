@@ -148,6 +148,22 @@ def test_first_actions_are_uniform_and_evaluations_take_the_mean():
 
 
 @pytest.mark.parametrize('loss', ['sac', 'td3'])
+def test_actions_are_uniform_as_long_as_the_replay_waits(loss):
+  # Copies count as items, so three of each step are 64 items after 22 steps.
+  once, thrice = (resolve(changed(off_policy.config_of(loss), replay__copies=copies)).algorithm
+                  for copies in (1, 3))
+  given = np.full((1000, 1), 0.5, np.float32)
+
+  def is_random(algorithm, steps):
+    actions = algorithm.uniform_at_first({'steps': counters.zero(1000) + steps},
+                                         jax.random.key(0), given)
+    return not np.array_equal(actions, given)
+
+  assert [is_random(once, steps) for steps in (63, 64)] == [True, False]
+  assert [is_random(thrice, steps) for steps in (21, 22)] == [True, False]
+
+
+@pytest.mark.parametrize('loss', ['sac', 'td3'])
 def test_images_are_refused(loss):
   config = changed(small(loss, 'CarRacing-v3', 'nature_cnn'), num_minibatches=1)
   with pytest.raises(ValueError, match='network.name: NatureCNN is for images, and critics read '):
