@@ -20,6 +20,7 @@ from podracer_jit.envs.protocol import VectorEnv
 from podracer_jit.errors import EnvironmentFailed
 from podracer_jit.options import shorten
 from podracer_jit.play import evaluation
+from podracer_jit.workdir import files
 
 SUFFIXES = ('.mp4', '.gif')
 TakeFrame = Callable[[rollouts.ActorState], np.ndarray]  # -> frame [H, W, 3] u8
@@ -201,7 +202,7 @@ def _encoder(path: Path, size: tuple[int, int], frame_rate: float) -> Iterator[I
     # A palette for each frame keeps the colours of the game.
     coding = ['-filter_complex', 'split[a][b];[a]palettegen=stats_mode=single[p];'
                                  '[b][p]paletteuse=new=1:dither=none']
-  draft = path.with_stem(f'{path.stem}.tmp')  # ffmpeg reads the suffix
+  draft = path.with_stem(f'{path.stem}{files.DRAFT}')  # ffmpeg reads the suffix
   command = [imageio_ffmpeg.get_ffmpeg_exe(), '-y', '-loglevel', 'error', *source, *coding, draft]
   try:
     # A pipe for its messages could fill up while frames are written, and ffmpeg would wait.

@@ -12,13 +12,13 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from podracer_jit.errors import NotSaved, environment_failure
+from podracer_jit.errors import environment_failure
 from podracer_jit.experiment import build
 from podracer_jit.experiment.schema import EvalOptions
 from podracer_jit.numerics import counters
 from podracer_jit.options import shorten
 from podracer_jit.play import evaluation
-from podracer_jit.training.sinks import EVAL_WAIT_S, Saved, Sink
+from podracer_jit.training.sinks import EVAL_WAIT_S, Saved, Sink, writing
 from podracer_jit.types import TrainState
 from podracer_jit.workdir import checkpoints, files, journal
 
@@ -178,6 +178,11 @@ class Evaluator(Sink):
       self._waited_s = 0.0
 
   @property
+  def has_more(self) -> bool:
+    """Whether evaluations have begun that were not told."""
+    return bool(self._pending)
+
+  @property
   def must_wait(self) -> bool:
     """Whether `before_save` would wait for an evaluation."""
     return self._run.place.processes > 1 and any(
@@ -313,14 +318,12 @@ class Evaluator(Sink):
     Raises:
       NotSaved: the file cannot be written.
     """
-    while not self._asked_to_stop():
-      try:
-        return task.result.result(_POLL_S)
-      except TimeoutError:
-        continue
-      except OSError as error:
-        raise NotSaved(str(error)) from error
-    return None
+    while not task.result.done():
+      if self._asked_to_stop():
+        return None
+      futures.wait([task.result], _POLL_S)
+    with writing():
+      return task.result.result()
 
   def _check_cancelled(self, count: int) -> None:
     del count

@@ -70,6 +70,7 @@ class Lane:
     self._sinks = Sinks(())
     self._log: actions.Log | None = None
     self._evaluator: Evaluator | None = None
+    self._have_sinks_begun = False
     meta: Mapping[str, Any] = {}
     if opened.update is None:
       # Seeds share one program, which should be compiled once.
@@ -179,14 +180,12 @@ class Lane:
       sinks.append(evaluator)  # before the files: it adds to the records
       self._evaluator = evaluator
       evaluator.resume(self._saved, self._first.state, self.update)
-    if is_first:
-      self._saved.remove_actions()  # a killed process may have left some
-    if is_first:
       self._cut_actions()
     if is_first and not self.is_finished:
       journals = Journals(self.workdir, self.update, experiment.logs)
       sinks.append(journals)
       problems = journals.problems
+    if is_first and (not self.is_finished or self._is_evaluating):
       if experiment.log.tensorboard:
         sinks.append(TensorBoard(self.workdir, self.update, self.steps))
       if experiment.log.tracker in TRACKERS:
@@ -235,8 +234,18 @@ class Lane:
         self._note(line)
     self._check = environment_check(self.run.experiment, segment)
     self._meter.begin(fields.get(LIVES))
-    self._sinks.begin(Start(self.workdir, self.run.place.process, self.run.experiment.seed,
-                            self.update, self.steps, header, self.run.experiment.fields))
+    self._begin_sinks(header)
+
+  def _begin_sinks(self, header: Mapping[str, Any]) -> None:
+    """Tells the sinks of a beginning."""
+    experiment = self.run.experiment
+    self._sinks.begin(Start(self.workdir, self.run.place.process, experiment.seed, self.update,
+                            self.steps, header, experiment.fields))
+    self._have_sinks_begun = True
+
+  @property
+  def _is_evaluating(self) -> bool:
+    return self._evaluator is not None and self._evaluator.has_more
 
   def report(self, report: Report) -> tuple[Record, Record]:
     """Tells the updates of a report; returns the last record and receipt.
@@ -297,6 +306,8 @@ class Lane:
 
   def finish(self) -> None:
     """Waits for evaluations that have begun, and has all sinks keep what they were told."""
+    if self._is_evaluating and not self._have_sinks_begun:
+      self._begin_sinks({})  # a stop cut the last evaluation of a run that has all its updates
     if self._evaluator:
       self._evaluator.wait()
     self._sinks.before_save()

@@ -12,6 +12,7 @@ puts its name into HOLDER, and an older one that finds another name there ends.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import datetime
 import json
 import os
@@ -34,6 +35,7 @@ HOLDER = 'mirror.holder.json'
 _CHUNK = 2**24  # bytes that are copied at once
 # Files that a run only appends to: a longer one has the copy's bytes at its beginning.
 _GROWING = ('.jsonl', '/actions/')
+_KEPT = ('checkpoints/', 'actions/')  # files that a run keeps until they are copied
 
 # For each file of a workdir, by its path there, the bytes that belong to a copy.
 Sizes = Mapping[str, int]
@@ -57,7 +59,7 @@ class Mirror(Sink):
     self._workdir = workdir
     self._token = secrets.token_hex(8)
     self._copied: dict[str, tuple[int, int]] = {}  # size and time of change of what was copied
-    self._kept: set[int] = set()  # checkpoints that are being copied
+    self._kept: Collection[int] = ()  # checkpoints that are being copied
     self._copier = concurrent.futures.ThreadPoolExecutor(1, 'mirror')
     self._copying: concurrent.futures.Future | None = None
     self._has_begun = False
@@ -113,10 +115,10 @@ class Mirror(Sink):
       with self._store.open(f'{self._root}/{name}', 'rb') as source, target.open('wb') as out:
         shutil.copyfileobj(source, out, _CHUNK)
       is_growing = any(part in f'/{name}' for part in _GROWING)
+      # A shorter one is that of a run that went on from a checkpoint. It has what this one needs,
+      # which the start checks.
       if is_growing and target.stat().st_size > size:
         os.truncate(target, size)
-      if is_growing and target.stat().st_size < size:
-        raise ValueError(f'--mirror: {self._url}/{name} has less than its {size:,} bytes')
     if self._workdir.exists():
       self._workdir.rmdir()
     unfinished.rename(self._workdir)
@@ -143,11 +145,11 @@ class Mirror(Sink):
     if self._copying is not None and not self._copying.done():
       return
     self._tell_failure()
-    self._kept = {at.update}
+    self._kept = checkpoints.saved_updates(self._workdir)
     self._copying = self._copier.submit(self._copy, at.update, dict(self._sizes()))
 
   def keeps(self) -> Collection[int]:
-    """Returns the checkpoint that is being copied."""
+    """Returns the checkpoints that are being copied."""
     return self._kept if self._copying is not None and not self._copying.done() else ()
 
   def close(self) -> None:
@@ -194,7 +196,9 @@ class Mirror(Sink):
       if inside.parts[:1] == (files.BROKEN,):
         continue
       for name in names:
-        if name not in (lock.NAME, lock.FALLBACK_NAME):
+        if name in (lock.NAME, lock.FALLBACK_NAME) or files.DRAFT in Path(name).suffixes:
+          continue
+        with contextlib.suppress(FileNotFoundError):  # another command may have replaced it
           yield str(inside / name), (Path(folder) / name).stat().st_size
 
   def _copy(self, update: int, sizes: Sizes) -> None:
@@ -213,22 +217,36 @@ class Mirror(Sink):
           f'--mirror: process {holder.get("pid")} on {holder.get("host")} has taken {self._url} '
           f'over since {holder.get("since")}; this run ends, and {self._workdir} has all of it')
     before = (self._read(INDEX) or {}).get('files', {})
-    for name, size in sizes.items():
-      version = self._version(name, size)
-      if self._copied.get(name) == version:
-        continue
-      with (self._workdir / name).open('rb') as source, self._created(name) as target:
-        left = size
-        while left and (chunk := source.read(min(left, _CHUNK))):
-          target.write(chunk)
-          left -= len(chunk)
-      self._copied[name] = version
-    self._write(INDEX, dict(run=self._run(), update=update, files=sizes))
+    copied = {name: size for name, size in sizes.items() if self._copy_file(name, size)}
+    self._write(INDEX, dict(run=self._run(), update=update, files=copied))
     # A checkpoint goes as a folder, where the store has folders; unless it was made again.
-    kept = set(map(_unit, sizes))
-    gone = {name if _unit(name) in kept else _unit(name) for name in before if name not in sizes}
+    kept = set(map(_unit, copied))
+    gone = {name if _unit(name) in kept else _unit(name) for name in before if name not in copied}
     for name in gone:
       self._store.rm(f'{self._root}/{name}', recursive=True)
+
+  def _copy_file(self, name: str, size: int) -> bool:
+    """Copies the first bytes of a file, if they have changed since they were copied.
+
+    Returns:
+      Whether there is such a file: another command may have removed it meanwhile.
+    """
+    try:
+      version = self._version(name, size)
+      if self._copied.get(name) == version:
+        return True
+      source = (self._workdir / name).open('rb')
+    except FileNotFoundError:
+      if name.startswith(_KEPT):
+        raise
+      return False
+    with source, self._created(name) as target:
+      left = size
+      while left and (chunk := source.read(min(left, _CHUNK))):
+        target.write(chunk)
+        left -= len(chunk)
+    self._copied[name] = version
+    return True
 
   def _version(self, name: str, size: int) -> tuple[int, int]:
     """Returns what changes with a file: the size that is copied, and when it changed last."""

@@ -44,7 +44,8 @@ class Start(NamedTuple):
   seed: int
   update: int  # updates done
   steps: int  # valid agent steps learned from
-  header: Mapping[str, Any]  # its line in receipts.jsonl
+  # Its line in receipts.jsonl; empty if only the last evaluation is still to be made.
+  header: Mapping[str, Any]
   config: Mapping[str, Any] = {}  # the run's, nested dicts of plain values
 
 
@@ -314,7 +315,7 @@ def _made(callback: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _writing() -> Iterator[None]:
+def writing() -> Iterator[None]:
   """Turns an OSError of the block into a `NotSaved`."""
   try:
     yield
@@ -349,7 +350,7 @@ class Journals(Sink):
     Raises:
       NotSaved: they cannot be written.
     """
-    with _writing():
+    with writing():
       self._receipts.write(json.dumps(dict(start.header)))
 
   def update(self, record: Record, receipt: Record) -> None:
@@ -359,7 +360,7 @@ class Journals(Sink):
       NotSaved: a file cannot be written; the error names it.
     """
     self._eval_wait_s += record.get(EVAL_WAIT_S, 0.0)
-    with _writing():
+    with writing():
       if self._is_logged(record['update'], record['steps']):
         waited = {EVAL_WAIT_S: self._eval_wait_s} if EVAL_WAIT_S in record else {}
         self._metrics.write(json.dumps(_finite(record | waited)))
@@ -374,7 +375,7 @@ class Journals(Sink):
     Raises:
       NotSaved: a file cannot be written; the error names it.
     """
-    with _writing():
+    with writing():
       self._metrics.sync()
       self._receipts.sync()
 

@@ -22,11 +22,12 @@ from typing import Any
 from podracer_jit import metrics
 from podracer_jit.errors import Refused
 from podracer_jit.options import shorten
-from podracer_jit.training.sinks import Record, Sink, Start
+from podracer_jit.training.sinks import Record, Sink, Start, writing
 from podracer_jit.workdir import files
 
 # Least seconds between two points: a point in TensorBoard takes as long as a short update.
 EVENTS_S = 0.1
+FLUSHED_S = 10.0  # seconds after which TensorBoard sees points at the latest
 TRACKED_S = 1.0  # of trackers that may send it to another machine
 RUNS = 'tracker.json'  # names the run of each tracker, into which a run that goes on writes
 _PROJECT = 'podracer_jit'
@@ -120,41 +121,91 @@ class TensorBoard(Tracker):
       workdir: the workdir of the run.
       update: the update that the run resumes from; 0 for a new run.
       steps: valid steps of that update.
+
+    Raises:
+      NotSaved: it cannot be written.
     """
-    from tensorboardX import SummaryWriter  # only trainings need it
+    from tensorboardX.event_file_writer import EventsWriter  # only trainings need it
+    from tensorboardX.proto import event_pb2
     super().__init__(workdir, EVENTS_S)
-    # TensorBoard's file names have whole seconds. Without the suffix, a run that is resumed within
-    # a second would overwrite the file.
-    self._events = SummaryWriter(str(workdir / 'tensorboard'), purge_step=steps + 1,
-                                 flush_secs=10, filename_suffix=f'.{update}')
+    self._new_event = event_pb2.Event
+    folder = workdir / 'tensorboard'
+    files.make_folder(folder)
+    # Its `SummaryWriter` writes in a thread of its own. A full disk would end this thread, and then
+    # all who add events would wait for it.
+    # File names have whole seconds. Without the suffix, a run that is resumed within a second would
+    # overwrite the file.
+    self._path = folder / 'events'
+    self._flushed_s = -math.inf
+    with self._writing():
+      self._events = EventsWriter(str(self._path), f'.{update}')
+    # TensorBoard drops points from this step on that an interrupted run has left.
+    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    self._add(steps + 1, session_log=start)
+
+  @contextlib.contextmanager
+  def _writing(self) -> Iterator[None]:
+    """Turns an OSError of the block into a `NotSaved` that names the files."""
+    with writing(), files.naming(self._path):
+      yield
+
+  def _add(self, step: int, **content: Any) -> None:
+    """Writes an event."""
+    with self._writing():
+      self._events.write_event(self._new_event(wall_time=time.time(), step=step, **content))
+
+  def _flush(self) -> None:
+    """Lets TensorBoard see all events."""
+    self._flushed_s = time.perf_counter()
+    with self._writing():
+      self._events.flush()
 
   def show(self, numbers: Mapping[str, float], steps: int) -> None:
-    """Adds points."""
+    """Adds points.
+
+    Raises:
+      NotSaved: they cannot be written.
+    """
+    from tensorboardX.summary import scalar
     for name, value in numbers.items():
-      self._events.add_scalar(name, value, steps)
+      self._add(steps, summary=scalar(name, value))
+    if time.perf_counter() - self._flushed_s >= FLUSHED_S:
+      self._flush()
 
   def show_config(self, config: Mapping[str, Any], steps: int) -> None:
-    """Adds the config as a text, and as hparams with the return as their metric."""
-    from tensorboardX.summary import hparams
-    text = json.dumps(config, indent=2, default=str)
+    """Adds the config as a text, and as hparams with the return as their metric.
+
+    Raises:
+      NotSaved: they cannot be written.
+    """
+    from tensorboardX.summary import hparams, text
+    lines = json.dumps(config, indent=2, default=str).splitlines()
     # Markdown shows indented lines as they are.
-    self._events.add_text('config', ''.join(f'    {line}\n' for line in text.splitlines()), steps)
+    self._add(steps, summary=text('config', ''.join(f'    {line}\n' for line in lines)))
     values = {name: value if isinstance(value, bool | int | float) else str(value)
               for name, value in flat(config).items()}
     shown = [metrics.shown('episode_return'), metrics.EVALUATIONS['mean'].shown]
-    # `SummaryWriter.add_hparams` would write them as another run, in a folder of its own.
     for summary in hparams(values, dict.fromkeys(shown, 0.0)):
-      self._events.file_writer.add_summary(summary)
+      self._add(steps, summary=summary)
 
   def before_save(self) -> None:
-    """Writes all events."""
+    """Writes all events.
+
+    Raises:
+      NotSaved: they cannot be written.
+    """
     super().before_save()
-    self._events.flush()
+    self._flush()
 
   def close(self) -> None:
-    """Writes all events and closes the file."""
+    """Writes all events and closes the file.
+
+    Raises:
+      NotSaved: they cannot be written.
+    """
     super().close()
-    self._events.close()
+    with self._writing():
+      self._events.close()
 
 
 def _identity(workdir: Path, tracker: str, update: int) -> str:

@@ -21,6 +21,7 @@ from podracer_jit.options import nested_too_deeply
 
 _MOST_JSON = 2**26  # bytes of a file of JSON; a manifest of 400,000 files has as many
 BROKEN = 'broken'  # folder of a workdir for broken files
+DRAFT = '.tmp'  # a suffix of files that get their names when they are whole
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -87,7 +88,7 @@ def write(path: Path, content: str | bytes | Iterable[bytes], is_shared: bool = 
   Raises:
     OSError: the file cannot be written; the error names it. The old content is unchanged.
   """
-  draft = path.with_name(f'{path.name}{f".{secrets.token_hex(8)}" if is_shared else ""}.tmp')
+  draft = path.with_name(f'{path.name}{f".{secrets.token_hex(8)}" if is_shared else ""}{DRAFT}')
   content = content.encode() if isinstance(content, str) else content
   with naming(path):
     # One that a killed process has left, or a link of a stranger's workdir.

@@ -1,12 +1,15 @@
 """Evaluations during training: they change no bit, survive crashes and keep the best checkpoint."""
 
 import contextlib
+import errno
 import json
+import os
 import threading
 import time
 
 import pytest
 
+from podracer_jit.errors import NotSaved
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.play import evaluation
 from podracer_jit.training import evaluator
@@ -248,6 +251,64 @@ def test_an_evaluation_interrupted_by_a_stop_is_made_later(uninterrupted, tmp_pa
   assert 4 not in set(checkpoints.saved_updates(tmp_path)) - {evaluator.best_update(tmp_path)}
 
 
+def test_an_evaluation_that_has_ended_is_told_at_a_stop(tmp_path):
+  told = []
+
+  class Stops(Sink):
+    def update(self, record, receipt):
+      until = time.monotonic() + 60
+      while record['update'] == 5 and evaluator.read(tmp_path)[-1]['update'] < 4:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+      return STOP if record['update'] == 5 else None
+
+    def evaluated(self, record):
+      told.append(record['update'])
+
+  assert not train_in(tmp_path, changed(CONFIG, **EVAL), Stops())
+  assert told == [record['update'] for record in evaluator.read(tmp_path)] == [2, 4]
+
+
+def test_a_last_evaluation_that_a_stop_cut_is_told_as_any_other(uninterrupted, tmp_path,
+                                                                monkeypatch):
+  play = evaluation.play
+  last = max(receipts(uninterrupted[0]))
+  told = []
+
+  def slow(player, settings, progress):
+    while settings.index == last:
+      progress(0)
+      time.sleep(0.01)
+    return play(player, settings, progress)
+
+  class Told(Sink):
+    def begin(self, start):
+      told.append(('begin', start.update, bool(start.header)))
+
+    def update(self, record, receipt):
+      return STOP if record['update'] == last else None
+
+    def evaluated(self, record):
+      told.append(('evaluated', record['update']))
+
+    def close(self):
+      told.append('close')
+
+  config = changed(CONFIG, **EVAL)
+  monkeypatch.setattr(evaluation, 'play', slow)
+  train_in(tmp_path, config, Told())
+  assert ('evaluated', last) not in told
+  told.clear()
+  monkeypatch.setattr(evaluation, 'play', play)
+  for _ in range(2):  # nothing is left for the second command
+    assert train_in(tmp_path, config, Told())
+    assert told == [('begin', last, False), ('evaluated', last), 'close']
+  assert curve(tmp_path) == curve(uninterrupted[0])
+  points = [event.step for event in tensorboard_events(tmp_path / 'tensorboard')
+            for value in event.summary.value if value.tag == 'eval/episodic_return']
+  assert len(points) == len(set(points)) == len(curve(tmp_path))
+
+
 def test_evaluations_after_a_broken_checkpoint_are_dropped(uninterrupted, tmp_path):
   def crashes(record):
     if record['update'] == 8:
@@ -304,6 +365,15 @@ def test_a_file_that_cannot_be_written_ends_the_run(tmp_path):
   with contextlib.suppress(OSError):
     evaluator.read(tmp_path)
   with pytest.raises(OSError, match='evaluations.jsonl'):
+    train_in(tmp_path, changed(CONFIG, **EVAL))
+
+
+def test_a_file_system_that_does_not_answer_ends_the_run(tmp_path, monkeypatch):
+  def times_out(path, line):
+    raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), str(path))
+
+  monkeypatch.setattr(evaluator.files, 'append_line', times_out)
+  with pytest.raises(NotSaved, match='timed out: .*evaluations.jsonl'):
     train_in(tmp_path, changed(CONFIG, **EVAL))
 
 

@@ -50,9 +50,9 @@ def begun(url, workdir):
 
 def save(copy, workdir):
   """Tells a mirror of the workdir's newest checkpoint, and waits until it is copied."""
-  update = max(checkpoints.saved_updates(workdir))
-  copy.saved(sinks.Saved(workdir, update, 0, None))
-  assert copy.keeps() in ({update}, ())
+  updates = checkpoints.saved_updates(workdir)
+  copy.saved(sinks.Saved(workdir, max(updates), 0, None))
+  assert copy.keeps() in (updates, ())
   copy._copying.exception()
 
 
@@ -130,6 +130,70 @@ def test_a_copy_that_was_cut_short_leaves_the_one_before(tmp_path, monkeypatch):
   index = json.loads(store.cat_file('/runs/cut/mirror.json'))
   stored = {name.removeprefix('/runs/cut/') for name in store.find('/runs/cut')}
   assert stored == set(index['files']) | OWN
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_leaves_the_copy_before(tmp_path):
+  """Its journals are shorter than the copy's, until it is as far again."""
+  workdir = trained(tmp_path / 'w')
+  metrics = workdir / 'metrics.jsonl'
+  saved = metrics.read_bytes()
+  metrics.write_bytes(saved + b'{"update": 5}\n' * 100)  # it has failed after its checkpoint
+  url = 'memory://runs/shorter'
+  begun(url, workdir).close()
+  metrics.write_bytes(saved)  # it went on, and copied this file, but not the whole copy
+  fsspec.filesystem('memory').pipe_file('/runs/shorter/metrics.jsonl', saved)
+  fetched = tmp_path / 'fetched'
+  mirror.Mirror(url, fetched)
+  config = changed(small(), total_steps=190, checkpoint__every_updates=2)
+  assert train(prepared(config), fetched)
+  assert [json.loads(line)['update'] for line in (fetched / 'metrics.jsonl').open()] == [1, 2, 3, 4]
+
+
+def test_files_that_other_commands_replace_do_not_end_a_copy(tmp_path):
+  workdir = trained(tmp_path / 'w')
+  (workdir / 'videos').mkdir()
+  draft = workdir / 'videos' / '4.tmp.mp4'
+  draft.write_bytes(b'half')
+  replaced = workdir / 'evaluation.json'
+  replaced.write_text('{}')
+  copy = begun('memory://runs/replaced', workdir)
+  sizes = dict(copy._sizes())
+  assert 'evaluation.json' in sizes and not any('.tmp' in name for name in sizes)
+  replaced.unlink()
+  copy._copy(4, sizes)
+  store = fsspec.filesystem('memory')
+  index = json.loads(store.cat_file('/runs/replaced/mirror.json'))
+  assert set(index['files']) == set(sizes) - {'evaluation.json'}
+  (checkpoint,) = [name for name in sizes if name.startswith('checkpoints/4/meta/')][:1]
+  (workdir / checkpoint).unlink()
+  copy._copied.clear()
+  with pytest.raises(FileNotFoundError, match='checkpoints/4'):
+    copy._copy(4, sizes)
+
+
+def test_a_copy_may_take_longer_than_the_time_between_checkpoints(tmp_path, monkeypatch):
+  copied = mirror.Mirror._copy_file
+  took = []
+
+  def slow(self, name, size):
+    if not took and name.startswith('checkpoints/'):  # of the first copy with two checkpoints
+      whole = checkpoints.saved_updates(self._workdir)
+      if len(whole) == 2:
+        took.append(whole)
+        until = time.monotonic() + 60
+        while len(set(checkpoints.saved_updates(self._workdir)) - set(whole)) < 3:
+          assert time.monotonic() < until
+          time.sleep(0.01)
+    return copied(self, name, size)
+
+  monkeypatch.setattr(mirror.Mirror, '_copy_file', slow)
+  failed = []
+  monkeypatch.setattr(mirror, 'complain', failed.append)
+  url = f'file://{tmp_path / "store"}'
+  config = changed(small(), total_steps=1200, checkpoint__every_updates=1, checkpoint__keep=1)
+  workdir = tmp_path / 'w'
+  assert train(prepared(config), workdir, callbacks=[mirror.Mirror(url, workdir)])
+  assert took and not failed
 
 
 def test_an_older_command_ends_when_a_newer_one_has_taken_the_copy_over(tmp_path):

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import re
+import resource
 import struct
 import time
 import types
@@ -16,7 +17,7 @@ from tensorboardX.proto import event_pb2
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from podracer_jit import losses, schedules
-from podracer_jit.errors import Diverged
+from podracer_jit.errors import Diverged, NotSaved
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.schemes.reports import Report, Waits
 from podracer_jit.training.meter import Meter, wall_clock
@@ -330,7 +331,7 @@ def test_journals_drop_lines_after_the_last_checkpoint(tmp_path):
 
 
 def test_tensorboard_has_points_at_intervals_and_the_last_one(tmp_path, monkeypatch):
-  clock = types.SimpleNamespace()
+  clock = types.SimpleNamespace(perf_counter=lambda: 0.0, time=time.time)
   monkeypatch.setattr('podracer_jit.training.trackers.time', clock)
   events = TensorBoard(tmp_path, 0, 0)
   for update, seconds in enumerate([0.0, 0.05, 0.11, 0.12, 0.3, 0.35], 1):
@@ -376,6 +377,23 @@ def test_tensorboard_keeps_events_before_a_segment(tmp_path):
   begins = [event.step for event in tensorboard_events(tmp_path / 'tensorboard')
             if event.session_log.status == event_pb2.SessionLog.START]
   assert sorted(begins) == [1, 61]
+
+
+def test_a_full_disk_is_an_error_of_tensorboard_and_no_hang(tmp_path):
+  events = TensorBoard(tmp_path, 0, 0)
+  events.before_save()
+  (path,) = (tmp_path / 'tensorboard').iterdir()
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  try:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 4, limits[1]))
+    with pytest.raises(NotSaved, match=f'File too large: .*{path.parent}/events'):
+      for update in range(10_000):  # whose points do not fit into a buffer of the file
+        events.show({'losses/loss': 0.5}, update)
+    for method in (events.before_save, events.close):
+      with pytest.raises(NotSaved, match='File too large'):
+        method()
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def _points(directory):
