@@ -1,6 +1,6 @@
 """Prints without ever ending a run, and without control characters that texts of files may have.
 
-A terminal may be closed, and a pipe may have no reader.
+A terminal may be closed, a pipe may have no reader, and an encoding may lack a character.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LastingStream:
     """Writes the text, unless the stream is lost."""
     if not self._lost:
       with self._losing():
-        self._stream.write(text)
+        self._stream.write(_encodable(text, self._stream))
     return len(text)
 
   def flush(self) -> None:
@@ -44,6 +44,12 @@ class LastingStream:
       self._lost = True
 
 
+def _encodable(text: str, stream: TextIO) -> str:
+  """Returns the text with escapes for characters that the stream's encoding lacks."""
+  encoding = getattr(stream, 'encoding', None) or 'utf-8'
+  return text.encode(encoding, 'backslashreplace').decode(encoding)
+
+
 def complain(line: str) -> None:
   """Prints a line to stderr, if anybody can read it."""
   with contextlib.suppress(OSError):
@@ -53,7 +59,7 @@ def complain(line: str) -> None:
 def say(line: str) -> None:
   """Prints a line to stdout, if anybody can read it."""
   with contextlib.suppress(OSError):
-    print(printable(line), flush=True)
+    print(_encodable(printable(line), sys.stdout), flush=True)
 
 
 def give_up_lost_streams() -> None:

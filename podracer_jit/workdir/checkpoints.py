@@ -517,7 +517,7 @@ def _root_cause(error: BaseException) -> str:
 
 
 def write_manifest(folder: Path, state_digest: str) -> None:
-  """Writes the manifest of a checkpoint, whose files must be complete.
+  """Writes the manifest of a checkpoint, whose files must be complete, and has all reach the disk.
 
   Args:
     folder: the folder of the checkpoint.
@@ -529,7 +529,11 @@ def write_manifest(folder: Path, state_digest: str) -> None:
   sizes = _sizes_of(folder)
   names = sorted(name for name in sizes if Path(name).name != MANIFEST)
   with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
-    sums = list(threads.map(_sha256, (folder / name for name in names)))
+    # Orbax leaves small files to the kernel, which a power failure would leave empty.
+    sums = list(threads.map(functools.partial(_sha256, sync=True),
+                            (folder / name for name in names)))
+  for inside in {path for name in names for path in Path(name).parents}:
+    files.sync_folder(folder / inside)
   entries = {name: {'bytes': sizes[name], 'sha256': value}
              for name, value in zip(names, sums, strict=True)}
   record = {'state_sha256': state_digest, 'files': entries}
@@ -636,10 +640,17 @@ def digest(tree: Any) -> str:
   return total.hexdigest()
 
 
-def _sha256(path: Path) -> str:
-  """Returns the SHA-256 of a file, which may be larger than the memory."""
+def _sha256(path: Path, sync: bool = False) -> str:
+  """Returns the SHA-256 of a file, which may be larger than the memory.
+
+  Args:
+    path: the path of the file.
+    sync: whether the file must have reached the disk.
+  """
   total = hashlib.sha256()
   with path.open('rb') as file:
+    if sync:
+      os.fsync(file.fileno())
     while block := file.read(_BLOCK):
       total.update(block)
   return total.hexdigest()

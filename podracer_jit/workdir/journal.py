@@ -241,6 +241,9 @@ def cut(workdir: Path, path: Path, last_update: int, prefix: Prefix | None = Non
   Raises:
     OSError: naming the file.
   """
+  good = _good(path)
+  if good.exists() and not path.exists():  # a kill came while `_rewrite` replaced the file
+    files.rename(good, path)
   if not path.exists():
     return [f'{path} is missing, with all updates up to {last_update}'] if last_update else []
   if prefix and is_unchanged(path, prefix):
@@ -277,13 +280,18 @@ def cut(workdir: Path, path: Path, last_update: int, prefix: Prefix | None = Non
 
 def _rewrite(workdir: Path, path: Path, last_update: int) -> Path:
   """Replaces a file by its good lines; returns the new path of the original."""
-  good = path.with_name(f'{path.name}.good')
+  good = _good(path)
   files.write(good, (line.raw for line in _lines(path)
                      if line.entry is not None and not _is_later(line.entry, last_update)))
   with files.naming(path):
     aside = files.set_aside(workdir, path)
     files.rename(good, path)
   return aside
+
+
+def _good(path: Path) -> Path:
+  """Returns the path of a file's good lines before they replace it."""
+  return path.with_name(f'{path.name}.good')
 
 
 def _lines(path: Path) -> Iterator[Line]:

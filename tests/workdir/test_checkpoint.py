@@ -108,6 +108,32 @@ def test_metrics_and_receipts_reach_the_disk_before_a_checkpoint_is_complete(tmp
   assert complete == ['2', '4', '6']
 
 
+def test_all_of_a_checkpoint_reaches_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+  """A power failure after that would leave files empty that the kernel has not written."""
+  synced = set()
+  fsync = os.fsync
+  rename = files.rename
+  checked = []
+
+  def note(descriptor):
+    fsync(descriptor)
+    synced.add(Path(os.readlink(f'/proc/self/fd/{descriptor}')))
+
+  def check(draft, target):
+    if target.parent.name == checkpoints.FOLDER:
+      inside = {draft, *draft.rglob('*')}
+      # Its content is synced before it gets its name.
+      inside = {path.with_name(f'{path.name}.tmp') if path.name == checkpoints.MANIFEST else path
+                for path in inside}
+      checked.append(inside - synced)
+    rename(draft, target)
+
+  monkeypatch.setattr(os, 'fsync', note)
+  monkeypatch.setattr(files, 'rename', check)
+  train_in(tmp_path, 2)
+  assert checked == [set()]
+
+
 def test_every_random_flipped_bit_is_detected(copy):
   """Flips 74 bits, one at a time, in all files of a checkpoint and in its manifest."""
   rng = random.Random(1)

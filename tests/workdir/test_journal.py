@@ -89,6 +89,25 @@ def test_garbled_and_missing_lines_are_reported_and_the_file_is_kept(tmp_path):
       dict(update=1), dict(update=3), dict(update=6)]
 
 
+def test_a_kill_while_a_file_is_replaced_loses_no_line(tmp_path, monkeypatch):
+  path = tmp_path / journal.METRICS
+  write(path, dict(update=1), 'garbage\n', dict(update=2), dict(update=3))
+
+  def killed(*paths):
+    raise KeyboardInterrupt
+
+  with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    rename = journal.files.rename
+    patched.setattr(journal.files, 'rename',
+                    lambda old, new: (killed if new == path else rename)(old, new))
+    journal.cut(tmp_path, path, 2)
+  assert not path.exists()
+  assert journal.cut(tmp_path, path, 2) == []
+  assert [json.loads(line) for line in path.read_text().splitlines()] == [
+      dict(update=1), dict(update=2)]
+  assert sorted(entry.name for entry in tmp_path.iterdir()) == ['broken', path.name]
+
+
 @pytest.mark.parametrize('last, message', [(0, []), (5, ['with all updates up to 5'])])
 def test_a_missing_file_is_reported_if_it_should_exist(tmp_path, last, message):
   notes = journal.cut(tmp_path, tmp_path / journal.METRICS, last)
