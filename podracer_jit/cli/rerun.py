@@ -12,6 +12,7 @@ Exit code: 0, 1 if an update differs from its receipt or something failed, 2 if 
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.wiring import Position
 from podracer_jit.training import restoring
 from podracer_jit.types import Rollout, TrainState
-from podracer_jit.workdir import checkpoints, journal, record, sources
+from podracer_jit.workdir import checkpoints, files, journal, record, sources
 
 
 @verb
@@ -222,4 +223,6 @@ def _write(rollout: Rollout, path: Path) -> None:
   """Writes a rollout as arrays."""
   rows = rollout._replace(obs=np.asarray(frames.stacks(rollout.obs)), episodes=None)
   arrays = checkpoints.leaves(rows) | checkpoints.leaves(rollout.episodes)
-  np.savez_compressed(path, **arrays)
+  content = io.BytesIO()
+  np.savez_compressed(content, **arrays)
+  files.write(path, content.getbuffer().tobytes())

@@ -24,7 +24,6 @@ from podracer_jit.types import Experience, Metrics, Rollout, TrainState
 
 EVERYWHERE = PartitionSpec()
 BY_ENV = PartitionSpec(None, AXIS)
-BY_GROUP = PartitionSpec(AXIS)
 BY_DEVICE = PartitionSpec(AXIS)
 SENT = 'sent'  # among the metrics of `make_fused`
 

@@ -84,6 +84,8 @@ class Lane:
     self._saved_update = self.update
     self._longest = restoring.longest_replay(self.run)
     self._meter = Meter(self.run.experiment, meta, wall_clock(meta, began_s))
+    self._standstill = Standstill(
+        name, quiet=self.run.place.process > 0 or self.is_finished, past=meta)
 
   def _restored(self, update: int) -> tuple[Snapshot, dict[str, Any]]:
     """Returns where a checkpoint is, or an earlier one if it is broken, and its `meta`.
@@ -173,7 +175,7 @@ class Lane:
     is_first = self.run.place.process == 0
     sinks = self._own  # `closing` also closes what was opened before an error
     problems: Sequence[str] = ()
-    sinks.append(Standstill(self._name, quiet=not is_first or self.is_finished))
+    sinks.append(self._standstill)
     if is_first:
       evaluator = Evaluator(self.run, self.workdir, lambda: stop.asked() or self.ask_to_stop,
                             self._print, self._tell_evaluation)
@@ -321,8 +323,8 @@ class Lane:
     state = snapshot.state
     if not self.run.experiment.checkpoint.replay:
       snapshot = snapshot._replace(state=state._replace(replay=None))
-    meta = self._meter.meta() | {'run': self._record.as_json(),
-                                 restoring.SURROUNDINGS: self._surroundings}
+    meta = self._meter.meta() | self._standstill.meta() | {
+        'run': self._record.as_json(), restoring.SURROUNDINGS: self._surroundings}
     self._saved.save(snapshot, meta, self._sinks.keeps())
     self._saved_update = snapshot.update
     self._params = self.run.learner.algorithm.acting(state)

@@ -146,8 +146,9 @@ class Meter:
           episodes=self._episodes,
           actor_wait_s=actor_wait_s, learner_wait_s=learner_wait_s, **report.machines,
           # With a replay, CGD is the delay of a rollout until it is added, plus the age of the
-          # drawn transitions.
-          cgd=float(report.cgd[i] + update.get('sampled_age', 0.0)), gud=float(report.gud[i]))
+          # drawn transitions; there is no gradient if none are drawn.
+          cgd=float(report.cgd[i] + update.get('sampled_age', 0.0)
+                    if update.get('sampled', 1) > 0 else 0.0), gud=float(report.gud[i]))
       if 'sampled' in update:
         record['samples_per_s'] = samples_per_s
       yield record | {name: float(value) for name, value in update.items()}, receipt

@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from podracer_jit import parts
@@ -421,19 +422,24 @@ class Standstill(Sink):
   updates get a 'warning', and the first of them is printed.
   """
 
-  def __init__(self, name: str = '', quiet: bool = False):
+  def __init__(self, name: str = '', quiet: bool = False,
+               past: Mapping[str, Any] = MappingProxyType({})):
     """Creates the sink.
 
     Args:
       name: of the run, in front of the line; '' if there is one run.
       quiet: prints nothing.
+      past: the `meta` of the checkpoint that the run resumes from; empty for a new run.
     """
     self._name = f'{name}, ' if name else ''
     self._quiet = quiet
-    self._zero_gradients = 0
-    self._equal_params = 0
-    self._params = ''
-    self._is_warned = False
+    self._zero_gradients, self._equal_params, self._params, self._is_warned = past.get(
+        'standstill', (0, 0, '', False))
+
+  def meta(self) -> dict[str, Any]:
+    """Returns the part of a checkpoint's `meta` from which a later one goes on."""
+    return dict(standstill=(self._zero_gradients, self._equal_params, self._params,
+                            self._is_warned))
 
   def update(self, record: Record, receipt: Record) -> None:
     """Adds a 'warning' to the record if STILL_UPDATES or more updates in a row changed nothing."""

@@ -1,7 +1,7 @@
 """Files of a workdir: only regular ones are read, and all changes of the disk are made here.
 
-Nothing else in this folder, and nothing above it, changes a workdir, but for Orbax, the lock, and
-the open files of a run's journals and TensorBoard.
+Nothing else changes a workdir, but for Orbax, the lock, the open files of a run's journals and
+trackers, ffmpeg, and a mirror that fetches a whole workdir.
 """
 
 from __future__ import annotations

@@ -247,6 +247,32 @@ def test_parameters_that_do_not_move_are_noticed_after_ten_updates(capsys):
   assert warned == [False] * 10 + [True] * 2 + [False] * 2
 
 
+def test_a_run_that_goes_on_counts_on(capsys):
+  whole, first = Standstill(), Standstill()
+  records = [dict(update=update, grad_norm=0.0, learning_rate=0.1) for update in range(1, 13)]
+  expected, resumed = ([dict(record) for record in records] for _ in range(2))
+  receipts = [dict(params='a')] * 12
+  for record, receipt in zip(expected, receipts, strict=True):
+    whole.update(record, receipt)
+  for record, receipt in zip(resumed[:6], receipts, strict=False):
+    first.update(record, receipt)
+  then = Standstill(past=json.loads(json.dumps(first.meta())))
+  for record, receipt in zip(resumed[6:], receipts, strict=False):
+    then.update(record, receipt)
+  assert resumed == expected and 'warning' in expected[9]
+  lines = capsys.readouterr().err.splitlines()
+  assert len(lines) == 2 and lines[0] == lines[1]
+
+
+def test_there_is_no_delay_without_a_gradient():
+  """As before a replay is filled."""
+  waits, draws = report([1], cgd=4.0), report([2], cgd=4.0)
+  for item, sampled, age in ((waits, 0.0, 0.0), (draws, 32.0, 2.5)):
+    item.metrics.update(sampled=np.array([sampled]), sampled_age=np.array([age]))
+  m = meter()
+  assert [next(m.records(item))[0]['cgd'] for item in (waits, draws)] == [0.0, 6.5]
+
+
 @pytest.mark.parametrize('records', [
     [dict(learning_rate=0.0)] * 30,  # annealed to the end
     [dict(grad_norm=0.0, sampled=0.0)] * 30])  # a replay that is still filled
