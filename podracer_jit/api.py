@@ -298,7 +298,7 @@ def evaluate(agent: Agent, num_episodes: int = 100, *, num_envs: int = 16, seed:
   Args:
     agent: the agent that plays.
     num_episodes: number of episodes to play.
-    num_envs: environments of the evaluation; each plays the same number of episodes.
+    num_envs: environments of the evaluation; the numbers of their episodes differ by at most one.
     seed: seeds the environments and the drawn actions, whose streams are not those of training. A
       seed of EnvPool or of JAX functions is never one of training; one of Gymnasium may be, by
       chance.

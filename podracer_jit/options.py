@@ -11,12 +11,16 @@ import difflib
 import json
 import math
 import numbers
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from podracer_jit import schedules
+
+if TYPE_CHECKING:
+  from absl import flags  # not all commands need it
 
 # Key of a `Meaning` in a field's metadata.
 _KEY = 'podracer_jit.option'
@@ -62,6 +66,19 @@ def shown(value: Any) -> str:
     # By default, Python does not convert integers of more than 4,300 digits.
     text = 'a number of more digits than Python writes'
   return shorten(text, _LONGEST_SHOWN)
+
+
+def hint(name: str, known: Iterable[str], prefix: str = '', cutoff: float = 0.6) -> str:
+  """Returns the end of a line about a wrong name: '; did you mean x?', '' if none is similar.
+
+  Args:
+    name: the wrong name.
+    known: the right ones.
+    prefix: shown before the right one.
+    cutoff: see `difflib.get_close_matches`.
+  """
+  near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+  return f'; did you mean {prefix}{near[0]}?' if near else ''
 
 
 def shorten(text: str, longest: int = 200) -> str:
@@ -266,9 +283,8 @@ def check_names(prefix: str, given: Mapping[str, Any], known: Mapping[str, Any] 
       has = 'does not have it' if name in given else 'needs it'
       yield f'{prefix}{name}: {owner} {has}; its fields are {", ".join(known)}'
       continue
-    near = difflib.get_close_matches(name, known, n=1) if name in given else ()
-    yield (f'{prefix}{name}: {"there is no such field" if name in given else "is missing"}'
-           + ''.join(f'; did you mean {prefix}{field}?' for field in near))
+    yield (f'{prefix}{name}: there is no such field{hint(name, known, prefix)}'
+           if name in given else f'{prefix}{name}: is missing')
 
 
 def check_values(prefix: str, given: Mapping[str, Any], part: type, may_change: bool = False
@@ -304,6 +320,27 @@ def check_values(prefix: str, given: Mapping[str, Any], part: type, may_change: 
       yield f'{prefix}{name}: {problem}, got {shown(value)}'
 
 
+def line_of_flag(error: flags.Error) -> str:
+  """Returns absl's error about a flag on one line, in words for people."""
+  text = shorten(str(error), 600).removeprefix('flag ')
+  for pattern, words in ((r"invalid literal for int\(\) with base 10: (.*)", 'a whole number'),
+                         (r"could not convert string to float: (.*)", 'a number'),
+                         (r"\('Non-boolean argument to boolean flag', (.*)\)", 'true or false')):
+    text = re.sub(pattern, rf'must be {words}, got \1', text)
+  return text
+
+
+def refuse_empty(values: flags.FlagValues) -> None:
+  """Refuses flags that were given without a value, such as one of a variable that is not set.
+
+  Raises:
+    ValueError: naming the flag.
+  """
+  for name in values:
+    if values[name].present and values[name].value in ('', []) and not name.startswith('config'):
+      raise ValueError(f'--{name}: has no value')
+
+
 def make(part: type, given: Mapping[str, Any]) -> Any:
   """Builds a part from its options.
 
@@ -327,21 +364,30 @@ def _as(kind: type, value: Any) -> Any:
   return value
 
 
+_MUST_BE = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'a text',
+            tuple: 'a tuple'}
+
+
+def must_be(kind: type) -> str:
+  """Returns what an option of a type must be, for error messages."""
+  return f'must be {_MUST_BE.get(kind, f"of type {kind.__name__}")}'
+
+
 def _problem(value: Any, default: Any, meaning: Meaning) -> str:
   """Returns the error message for a value, or an empty string if the value is right."""
   # A bool is an int in Python, so bools are checked first.
   if isinstance(default, bool):
-    return '' if isinstance(value, bool) else 'must be True or False'
+    return '' if isinstance(value, bool) else must_be(bool)
   if isinstance(default, str):
     return _problem_of_text(value, meaning)
   if isinstance(default, tuple):
     return _problem_of_tuple(value, default, meaning)
   if isinstance(default, int):
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return _problem_of_int(value, meaning) if whole else 'must be a whole number'
+    return _problem_of_int(value, meaning) if whole else must_be(int)
   if isinstance(value, numbers.Real) and not isinstance(value, bool):
     return _problem_of_float(value, meaning)
-  return 'must be a number'
+  return must_be(float)
 
 
 def _problem_of_schedule(text: str, meaning: Meaning) -> str:
@@ -356,7 +402,7 @@ def _problem_of_schedule(text: str, meaning: Meaning) -> str:
 
 def _problem_of_text(value: Any, meaning: Meaning) -> str:
   if not isinstance(value, str):
-    return 'must be a text'
+    return must_be(str)
   if meaning.choices and value not in meaning.choices:
     *most, last = meaning.choices
     return f'must be {", ".join(most)} or {last}'
@@ -410,7 +456,12 @@ def _problem_of_float(value: Any, meaning: Meaning) -> str:
     if not value > low:
       return f'must be above {low}'
   if not (math.isfinite(value) and low <= value <= high):
-    return f'must be between {low} and {high}'
+    if math.isfinite(low) and math.isfinite(high):
+      return f'must be between {low:g} and {high:g}'
+    bound = (f'at least {low:g}' if math.isfinite(low) else
+             f'at most {high:g}' if math.isfinite(high) else '')
+    return 'must be ' + ' and '.join(filter(None, (
+        '' if math.isfinite(value) else 'finite', bound)))
   # Programs compute in 32 bits, in which 1e39 is infinite and 0.99999999 equals 1.
   if abs(value) > LARGEST_FLOAT:
     side = 'most' if value > 0 else 'least'

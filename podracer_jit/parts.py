@@ -9,14 +9,15 @@ import importlib.util
 import inspect
 import re
 import sys
+import traceback
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from podracer_jit.options import shorten, shown
+from podracer_jit.options import hint, shorten, shown
 
 # Folders in which a user's modules are found; see `look_beside`.
 _folders: list[Path] = []
@@ -194,8 +195,11 @@ def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
   if colon and not (attribute and (_can_be_imported(module) or _file_named(module))):
     raise ValueError(f'{field}: must be a name or module:attribute, got {shown(name)}')
   if not colon:
-    raise ValueError(f'{field}: there is no {shown(name)}; known are {", ".join(shipped)}, and '
-                     'module:attribute for a part of your own')
+    if name is None:
+      raise ValueError(f'{field}: is missing; known are {", ".join(shipped)}')
+    known = f'known are {", ".join(shipped)}, and' if shipped else 'write'
+    raise ValueError(f'{field}: there is no {shown(name)}; {known} module:attribute for a part of '
+                     'your own')
   if '.' in attribute:
     raise ValueError(f'{field}: {shown(name)} leads through {shown(attribute.partition(".")[0])}; '
                      'must be module:attribute, where attribute is one name of the module, '
@@ -204,7 +208,8 @@ def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
   # Not `getattr`, which also gives what every module inherits, and runs a module's `__getattr__`.
   values = vars(import_module(field, name, module))
   if attribute not in values:
-    raise ValueError(f'{field}: {module} has no {shown(attribute)}')
+    near = hint(attribute, (known for known in values if not known.startswith('_')))
+    raise ValueError(f'{field}: {module} has no {shown(attribute)}{near}')
   part = values[attribute]
   _check_origin(field, name, module, part)
   return part
@@ -231,9 +236,25 @@ def import_module(field: str, name: str, module: str) -> ModuleType:
       raise ValueError(f'{field}: cannot import {shown(module)} of {shown(name)} '
                        f'({shorten(str(error))}); it is looked for '
                        'beside the config file, on PYTHONPATH and in the current folder') from None
-    raise ValueError(f'{field}: {module}.py fails: {type(error).__name__}: '
-                     f'{shorten(str(error))}') from error
+    raise ValueError(f'{field}: {module}.py fails{line_of(error, [file_of(module)])}: '
+                     f'{type(error).__name__}: {shorten(str(error))}') from error
   return imported
+
+
+def line_of(error: BaseException, files: Iterable[str | None]) -> str:
+  """Returns the last line of a user's files that an exception came through: ' (mine.py, line 3)'.
+
+  Args:
+    error: the exception.
+    files: the paths of the files.
+
+  Returns:
+    The line; '' if it came through none of them.
+  """
+  known = {str(Path(file).resolve()) for file in files if file}
+  frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+            if str(Path(frame.filename).resolve()) in known]
+  return f' ({Path(frames[-1].filename).name}, line {frames[-1].lineno})' if frames else ''
 
 
 def gone_from(error: BaseException) -> str:

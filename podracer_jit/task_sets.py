@@ -114,7 +114,7 @@ TASKS: Mapping[str, tuple[str, ...]] = {
     # The games of NAPPO's table 1 (2007.02622), for `ppo_atari_8`.
     '@nappo6': ('Enduro-v5', 'Freeway-v5', 'Boxing-v5', 'Pong-v5', 'IceHockey-v5',
                 'StarGunner-v5'),
-    # Gymnasium's MuJoCo tasks of docs/results.md.
+    # Nine of Gymnasium's MuJoCo tasks.
     '@mujoco9': (
         'HalfCheetah-v4', 'Hopper-v4', 'Humanoid-v4', 'InvertedDoublePendulum-v4',
         'InvertedPendulum-v4', 'Pusher-v4', 'Reacher-v4', 'Swimmer-v4', 'Walker2d-v4'),

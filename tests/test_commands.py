@@ -53,7 +53,9 @@ def test_every_verb_has_a_module_and_every_module_a_verb():
     ('zzz', 'zzz: no such command; there are train, evaluate, export, compare, report, rerun, '
             'sweep, launch, configs, envs, metrics'),
     ('configs/impala_catch.py', 'configs/impala_catch.py: no such command; to train with this '
-                                'config: podracer_jit --config=configs/impala_catch.py')])
+                                'config: podracer_jit --config=configs/impala_catch.py'),
+    ('ppo_cartpole', 'ppo_cartpole: no such command; to train with this config: podracer_jit '
+                     '--config=ppo_cartpole')])
 def test_an_unknown_verb_gives_one_line_and_exit_code_2(word, message, capsys):
   assert main.main(['podracer_jit', word, '--workdir=x']) == 2
   out, err = capsys.readouterr()
@@ -71,6 +73,15 @@ def test_without_a_verb_the_command_trains(args, monkeypatch):
     (['evaluate', '--workdir=gs://bucket/x'], 'gs://bucket/x: is an address, not a path'),
     (['export', '--workdir=x'], '--workdir and --out are needed'),
     (['compare', 'runs/a'], 'two workdirs are needed'),
+    (['compare', 'runs/nowhere', 'b'], 'compare: runs/nowhere does not exist'),
+    (['evaluate', '--workdir=x', '--num_episodes=some'], "--num_episodes=some: must be a whole "
+                                                         "number, got 'some'"),
+    (['evaluate', '--workdir=x', '--video='], '--video: has no value'),
+    (['report', 'x', '--title='], '--title: has no value'),
+    (['sweep', '--config=ppo_cartpole', '--out=x', '--tasks='], '--tasks: has no value'),
+    (['sweep', '--config=ppo_cartpole', '--out=x', '--tasks=,'], '--tasks: a name is empty'),
+    (['sweep', '--config=ppo_cartpole', '--out=x', '--grid=total_steps=1e6'],
+     "total_steps: must be a whole number, got '1000000.0'"),
     (['rerun', '--workdir=x'], '--workdir and --update are needed'),
     (['benchmark', '--config=configs/nope.py'], 'python -m benchmarks.parts'),
     (['tune', '--help'], 'a checkout of the repository, it is python -m benchmarks.tune'),

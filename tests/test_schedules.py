@@ -192,7 +192,7 @@ def test_every_option_of_an_optimizer_may_change(name):
     (dict(learning_rate='cosine:0.1:0'),
      'optimizer.anneal: the learning_rate changes by cosine:0.1:0; set optimizer.anneal = False'),
     (dict(anneal=False, learning_rate='cosine:0.1:-1'),
-     'optimizer.learning_rate: its number -1 must be between 0 and inf, got'),
+     'optimizer.learning_rate: its number -1 must be at least 0, got'),
     (dict(anneal=False, learning_rate='linear:0:0'),
      'optimizer.learning_rate: must be above 0, got linear:0:0'),
     (dict(learning_rate=0.0), 'optimizer.learning_rate: must be above 0, got 0.0'),

@@ -19,7 +19,7 @@ SECTIONS = {int(number): text for number, text in re.findall(
 
 # The test trains for less time than a user would.
 SHORTER = {
-    'sleep 20': 'until [ -s runs/long/metrics.jsonl ]; do sleep 0.1; done',
+    'sleep 10': 'until [ -s runs/long/metrics.jsonl ]; do sleep 0.1; done',
     '3_000_000': '150_000', '3_500_000': '180_000', 'total_steps=200_000': 'total_steps=20_000',
     '--workdir=runs/pole \\\n': '--workdir=runs/pole --config.total_steps=150_000 \\\n',
     '=mine:Torso': '=mine:Torso --config.total_steps=150_000'}

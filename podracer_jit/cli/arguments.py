@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from podracer_jit.errors import Refused
+from podracer_jit.errors import Refused, refusing
+from podracer_jit.options import line_of_flag, refuse_empty
 
 
 def read(argv: Sequence[str], values: flags.FlagValues, doc: str, needed: Sequence[str] = ()
@@ -30,7 +31,7 @@ def read(argv: Sequence[str], values: flags.FlagValues, doc: str, needed: Sequen
   try:
     others = values(list(argv))[1:]
   except flags.Error as error:
-    raise Refused(str(error)) from None
+    raise Refused(line_of_flag(error)) from None
   if values.help:
     print(f'{doc}\n{values.get_help()}')
     return None
@@ -38,6 +39,8 @@ def read(argv: Sequence[str], values: flags.FlagValues, doc: str, needed: Sequen
     names = ' and '.join(f'--{name}' for name in needed)
     example = re.search(r'podracer_jit \w+ .*--.*', doc)[0]
     raise Refused(f'{names} {"are" if len(needed) > 1 else "is"} needed: {example}')
+  with refusing():
+    refuse_empty(values)
   return others
 
 

@@ -55,8 +55,11 @@ def main(argv: Sequence[str]) -> int:
     raise Refused('two workdirs are needed: podracer_jit compare runs/a runs/b')
   with refusing(OSError):
     folders = [user_path(arg) for arg in args]
-    runs = [Workdir(folder) for folder in folders]
-    configs = [run.shown_config() for run in runs]
+    try:
+      runs = [Workdir(folder) for folder in folders]
+      configs = [run.shown_config() for run in runs]
+    except ValueError as error:
+      raise ValueError(str(error).removeprefix('--workdir: ')) from None
     kept = [sources.read(folder) for folder in folders]
     receipts = [journal.read_receipts(folder) for folder in folders]
     curves = [journal.read_lines(folder / journal.METRICS, _CURVE) for folder in folders]

@@ -49,8 +49,8 @@ def main(argv: Sequence[str]) -> int:
   if not matches:
     names = {name.lower(): name for family, tasks in by_family.items() for name in (family, *tasks)}
     near = difflib.get_close_matches(argv[1].lower(), names, n=1, cutoff=0.5)
-    hint = f'; did you mean {names[near[0]]}?' if near else ''
-    raise Refused(f'{argv[1]}: there is no such family or task{hint}')
+    meant = f'; did you mean {names[near[0]]}?' if near else ''
+    raise Refused(f'{argv[1]}: there is no such family or task{meant}')
   width = max(len(task) for task, _ in matches)
   for task, family in matches:
     print(printable(f'{task:{width}}  {family:18} {describe(task)}'), flush=True)

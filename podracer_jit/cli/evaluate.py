@@ -30,7 +30,7 @@ from absl import flags
 
 from podracer_jit import options, task_sets
 from podracer_jit.cli import arguments, runs, verb
-from podracer_jit.errors import Failed, refusing
+from podracer_jit.errors import Failed, Refused, refusing
 from podracer_jit.experiment import modules
 from podracer_jit.experiment.flags import take_env_options
 from podracer_jit.options import printable, shorten, shown
@@ -61,7 +61,10 @@ def main(argv: Sequence[str]) -> int:
     if note:
       complain(f'podracer_jit evaluate: {note}')
     if movie:
-      movie.parent.mkdir(parents=True, exist_ok=True)
+      try:
+        movie.parent.mkdir(parents=True, exist_ok=True)
+      except OSError as error:
+        raise Refused(f'--video: cannot make {movie.parent}: {error.strerror}') from None
   # A policy without probabilities draws nothing but random actions, so it plays greedily.
   greedy = values.greedy or player.policy.log_prob is None and not values.epsilon
   _evaluate(player, workdir, settings, dict(greedy=greedy, epsilon=values.epsilon,
@@ -82,8 +85,8 @@ def _flags() -> flags.FlagValues:
   values = runs.agent_flags()
   text = dict(flag_values=values)
   flags.DEFINE_integer('num_episodes', 100, 'Whole episodes to count.', **text)
-  flags.DEFINE_integer('num_envs', 16, 'Environments; at most one for each episode is used. Each '
-                       'plays the same number of episodes.', **text)
+  flags.DEFINE_integer('num_envs', 16, 'Environments; at most one for each episode is used. The '
+                       'numbers of their episodes differ by at most one.', **text)
   flags.DEFINE_integer('seed', 1, 'Seed of the environments and the sampled actions. Their '
                        'streams are not those of training.', **text)
   flags.DEFINE_bool('greedy', False, 'Take the most likely action instead of sampling.', **text)

@@ -38,11 +38,14 @@ def main(argv: Sequence[str]) -> int:
   out = user_path(values.out)
   with refusing():
     try:
-      agent_lib.check_new(out)
+      try:
+        agent_lib.check_new(out)
+      except ValueError as error:
+        raise ValueError(f'--out: {error}') from None
       agent = runs.agent_of('export', values)
       agent.export(out)
     except OSError as error:
-      raise NotSaved(f'cannot write {values.out}: {error}') from error
+      raise NotSaved(f'--out: cannot write {values.out}: {error.strerror or error}') from error
   size = sum(path.stat().st_size for path in out.rglob('*') if path.is_file())
   print(f'{out}: the agent of {shorten(agent.task)} after update {agent.update:,} '
         f'({agent.steps:,} steps), {size:,} bytes; {export.DESCRIPTION} says how it is called')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import gc
 import importlib
 import os
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from podracer_jit.errors import FAILED, INTERRUPTED, REFUSED
+from podracer_jit.options import hint
 from podracer_jit.runtime.output import complain, give_up_lost_streams
 from podracer_jit.training import stopping
 
@@ -104,9 +104,11 @@ def run() -> None:
 
 def _no_command(word: str) -> str:
   """Returns the error message for an unknown verb, with a similar one if there is one."""
-  if Path(word.partition(':')[0]).suffix == '.py':
+  config = Path(word.partition(':')[0])
+  shipped = Path(__file__).parents[1] / 'configs' / f'{config}.py'
+  if config.suffix == '.py' or config.name.isidentifier() and shipped.is_file():
     return f'{word}: no such command; to train with this config: podracer_jit --config={word}'
-  near = difflib.get_close_matches(word, VERBS, n=1)
+  near = hint(word, VERBS)
   if near:
-    return f'{word}: no such command; did you mean {near[0]}?'
+    return f'{word}: no such command{near}'
   return f'{word}: no such command; there are {", ".join(VERBS)}'

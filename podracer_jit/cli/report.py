@@ -53,7 +53,11 @@ def main(argv: Sequence[str]) -> int:
     title = values.title or shorten(', '.join(folder.absolute().name for folder in folders), 90)
     command = ['podracer_jit', 'report', *argv[1:]]
     sweeps = reading.commands_of_sweeps(folders)
-    page.write(page.build(runs, sweeps, printable(title), command), out)
+    built = page.build(runs, sweeps, printable(title), command)
+    try:
+      page.write(built, out)
+    except OSError as error:
+      raise ValueError(f'--out: cannot write {error.filename or out}: {error.strerror}') from None
   print(printable(f'{out / page.INDEX}: {len(runs)} {"run" if len(runs) == 1 else "runs"}'))
   return 0
 

@@ -24,7 +24,8 @@ chooses so many (tpe:32, random:32). They are ranked by their newest evaluations
 members that are behind. This needs the extra `search`.
 
 Exit code: 0 if all members have finished; 1 if a member has failed, which runs again only with
---retry; 2 if nothing was started; 3 if a signal has stopped the members, which have saved.
+--retry; 2 if nothing was started; 3 if a signal has stopped the members, which have saved;
+130 if a second signal, or one during the checks, has ended the command.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ def main(argv: Sequence[str]) -> int:
       jobs = stack.enter_context(_jobs(out, values, prepared))
     stop.begin_training()
     board = stack.enter_context(contextlib.closing(Board(out, prepared.sizes)))
-    board.say(f'{out}: {len(prepared.members)} members, {jobs.room} at once')
+    count = len(prepared.members)
+    board.say(f'{out}: {count} members, {jobs.room} at once' if count > 1 else f'{out}: 1 member')
     for member in prepared.members:
       if folder.is_finished(member):
         board.tell(member, State.FINISHED)
@@ -372,7 +374,8 @@ def _ended(folder: Folder, asked: Sequence[Member], code: int) -> int:
     say('not all members have finished; the same command goes on')
   if code == FINISHED:
     pruned = sum(map(folder.is_pruned, asked))
-    ended = f'all {len(asked)} members have finished' if not pruned else (
+    every = f'all {len(asked)} members have' if len(asked) > 1 else 'the member has'
+    ended = f'{every} finished' if not pruned else (
         f'{sum(map(folder.is_finished, asked))} of {len(asked)} members have finished, and '
         f'{pruned} were pruned')
     say(f'{ended}: podracer_jit report {folder.path}')

@@ -37,7 +37,7 @@ with warnings.catch_warnings(), loaded_late(
 
 from podracer_jit.envs import spaces
 from podracer_jit.envs.protocol import EnvSpec, TimeStep
-from podracer_jit.options import LARGEST_FLOAT, shown
+from podracer_jit.options import LARGEST_FLOAT, hint, shown
 from podracer_jit.runtime import tried
 
 # Options that users cannot set: other fields of the config, or this package, set them.
@@ -105,8 +105,9 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
   default = _default_options(task)
   for name, value in options.items():
     if name in _OURS or name not in default:
-      names = ', '.join(sorted(set(default) - set(_OURS)))
-      raise ValueError(f'env.{name}: not an option of {task}; its options are {names}')
+      names = sorted(set(default) - set(_OURS))
+      near = hint(name, names, 'env.') or f'; its options are {", ".join(names)}'
+      raise ValueError(f'env.{name}: not an option of {task}{near}')
     kind = type(default[name])
     if type(value) is not kind and not (kind is float and type(value) is int):
       raise ValueError(f'env.{name}: must be of type {kind.__name__}, got {shown(value)}')

@@ -14,7 +14,7 @@ import gymnax
 import jax
 
 from podracer_jit.envs.jax_envs import JaxFamily
-from podracer_jit.options import shown
+from podracer_jit.options import hint, shown
 
 
 class GymnaxEnv:
@@ -64,8 +64,8 @@ def make(task: str, options: Mapping[str, Any]) -> GymnaxEnv:
   defaults = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
   for option, value in options.items():
     if option not in defaults:
-      raise ValueError(f'env.{option}: not an option of {task}; its options are '
-                       f'{", ".join(defaults)}')
+      near = hint(option, defaults, 'env.') or f'; its options are {", ".join(defaults)}'
+      raise ValueError(f'env.{option}: not an option of {task}{near}')
     kind = type(defaults[option])
     if type(value) is not kind and not (kind is float and type(value) is int):
       raise ValueError(f'env.{option}: must be of type {kind.__name__}, got {shown(value)}')

@@ -24,7 +24,7 @@ from gymnasium import spaces
 from jax import lax
 
 from podracer_jit.envs.jax_envs import JaxFamily
-from podracer_jit.options import shorten, shown
+from podracer_jit.options import hint, shorten, shown
 
 
 def _can_draw_without_display() -> bool:
@@ -203,10 +203,8 @@ def _checked(task: str, options: Mapping[str, Any], defaults: Mapping[str, Any]
   checked = {}
   for option, value in options.items():
     if option not in defaults:
-      near = difflib.get_close_matches(option, defaults, n=3, cutoff=0.5)
-      raise ValueError(f'env.{option}: not an option of {task}; '
-                       + (f'did you mean {" or ".join(near)}?' if near
-                          else f'its options are {", ".join(defaults)}'))
+      near = hint(option, defaults, 'env.', 0.5) or f'; its options are {", ".join(defaults)}'
+      raise ValueError(f'env.{option}: not an option of {task}{near}')
     kind = type(defaults[option])
     if isinstance(value, list | tuple) and kind in (list, tuple):
       value = kind(value)  # JSON files have lists only.

@@ -273,7 +273,8 @@ def _indivisible(experiment: Experiment) -> Iterator[str]:
   elements = experiment.group_items
   if elements % experiment.num_minibatches:
     yield (f'num_minibatches: the {elements} minibatch elements of a gradient group cannot be '
-           f'split evenly into {experiment.num_minibatches} minibatches')
+           f'split evenly into {experiment.num_minibatches} minibatches; take a divisor of '
+           f'{elements}')
 
 
 def _small_minibatches(experiment: Experiment) -> Iterator[str]:

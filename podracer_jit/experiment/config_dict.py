@@ -54,6 +54,10 @@ def arguments(text: str, *known: str) -> frozenset[str]:
   return names
 
 
+class WrongType(TypeError):
+  """Raised if a field gets a value of another type."""
+
+
 class Fields(ml_collections.ConfigDict):
   """The fields of a config, or of one of its sections; new fields are refused while it is locked.
 
@@ -69,6 +73,7 @@ class Fields(ml_collections.ConfigDict):
     Raises:
       KeyError: the config is locked and has no such field; the message is one line.
       ValueError: the value is a class or a function; a config names it by a text.
+      WrongType: the field has values of another type; the message is one line.
     """
     value = options.plain_value(value)
     known = list(self.keys())
@@ -84,8 +89,14 @@ class Fields(ml_collections.ConfigDict):
     changes = key in known and (
         schedules.is_schedule(own)
         or schedules.is_schedule(value) and self.get_type(key) in (bool, int, float))
-    with self.ignore_type() if changes else contextlib.nullcontext():
-      super().__setitem__(key, value)
+    try:
+      with self.ignore_type() if changes else contextlib.nullcontext():
+        super().__setitem__(key, value)
+    except TypeError:
+      if key not in known:
+        raise
+      raise WrongType(f'{self.section}{key}: {options.must_be(self.get_type(key))}, got '
+                      f'{options.shown(value)}') from None
 
   def __setattr__(self, name: str, value: Any):
     try:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import difflib
+import inspect
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,11 @@ from ml_collections import config_flags
 
 from podracer_jit import parts, schedules
 from podracer_jit.experiment import config_dict, schema
-from podracer_jit.options import shorten
+from podracer_jit.options import hint, line_of_flag, refuse_empty, shorten
 from podracer_jit.parts import user_path
 
 _PACKAGE = Path(__file__).parents[1]
 _ENV = '--config.env.'
-_SWITCHES = ('--help', '--distributed', '--extend', '--init_partly')  # take no value
 _MEANING = ('The experiment: a file, or the name of a shipped config, with its argument: '
             'pong_laptop:smoke. Any field is overridden by --config.FIELD=VALUE; '
             '--config=NAME --help lists the fields.')
@@ -46,7 +46,7 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> dict[str, Any] | Non
     ValueError: a wrong flag, file, field or type; the message is one line.
   """
   flags.DEFINE_bool('help', False, 'Show this.', short_name='h', flag_values=values)
-  argv, env_options = _take_env_options(_joined(argv))
+  argv, env_options = _take_env_options(_joined(argv, switches=_switches(values)))
   argv, location = _take_config(argv)
   if location is None:
     # For the help text only.
@@ -66,6 +66,7 @@ def parse(argv: Sequence[str], values: flags.FlagValues) -> dict[str, Any] | Non
       if arg.startswith(f'--config.{section}.name='):
         with _one_line_errors(), config.unlocked():
           schema.choose(config, section, arg.partition('=')[2])
+  _refuse_sections(argv, config)
   argv = _take_numbers(argv, config)
   try:
     config_flags.DEFINE_config_dict('config', config, _MEANING, flag_values=values, sys_argv=argv)
@@ -104,11 +105,11 @@ def _print_fields(fields: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
+def _one_line_errors(file: Path | None = None) -> Iterator[None]:
   """Turns any exception of a config file into a ValueError of one line; the file is a program."""
   try:
     yield
-  except ValueError as error:
+  except (ValueError, config_dict.WrongType) as error:
     message = _one_line(error)
     names_field = re.match(r'--config|\w+\.name: ', message)
     raise ValueError(message if names_field else f'--config: {message}') from None
@@ -117,10 +118,10 @@ def _one_line_errors() -> Iterator[None]:
       file = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
       raise ValueError(parts.of_version_0_6('--config', file.name,
                                             parts.gone_from(error))) from None
-    raise ValueError(f'--config: {type(error).__name__}: {_one_line(error)}') from None
+    line = parts.line_of(error, [file] if file else [])
+    raise ValueError(f'--config{line}: {type(error).__name__}: {_one_line(error)}') from None
 
 
-@_one_line_errors()
 def load_config(location: str) -> config_dict.Fields:
   """Returns the config that a file's `get_config` makes, locked.
 
@@ -133,14 +134,22 @@ def load_config(location: str) -> config_dict.Fields:
   """
   path, colon, argument = location.partition(':')
   file = _find_config(path)
-  module = parts.run_file(file)
-  if not hasattr(module, 'get_config'):
-    raise ValueError(f'{file} has no function get_config')
-  config = module.get_config(*([argument] if colon else []))
-  if not isinstance(config, Mapping | ml_collections.ConfigDict):
-    raise ValueError(f'get_config of {file} must return the result of experiment.config, got '
-                     f'{type(config).__name__}')
-  return config_dict.as_fields(config)
+  with _one_line_errors(file):
+    module = parts.run_file(file)
+    if not hasattr(module, 'get_config'):
+      raise ValueError(f'{file} has no function get_config')
+    arguments = [argument] if colon else []
+    try:
+      inspect.signature(module.get_config).bind(*arguments)
+    except TypeError:
+      raise ValueError(f'get_config of {file} takes no argument; write --config={path}' if colon
+                       else f'get_config of {file} needs an argument; write --config={path}:'
+                       'ARGUMENT') from None
+    config = module.get_config(*arguments)
+    if not isinstance(config, Mapping | ml_collections.ConfigDict):
+      raise ValueError(f'get_config of {file} must return the result of experiment.config, got '
+                       f'{type(config).__name__}')
+    return config_dict.as_fields(config)
 
 
 def _find_config(path: str) -> Path:
@@ -153,10 +162,13 @@ def _find_config(path: str) -> Path:
                 _PACKAGE / 'configs' / f'{path}.py']
   for candidate in candidates:
     if path and candidate.is_file():
+      if candidate.suffix != '.py':
+        raise ValueError(f'--config={path}: must be a file of Python, whose name ends in .py')
       return candidate
   shipped = sorted(path.stem for path in (_PACKAGE / 'configs').glob('[!_]*.py'))
-  raise ValueError(f'--config={path}: there is no such file, and no shipped config of that name; '
-                   f'there are {", ".join(shipped)}')
+  near = hint(path, shipped) or f'; there are {", ".join(shipped)}'
+  raise ValueError(f'--config={path}: there is no such file, and no shipped config of that name'
+                   f'{near}')
 
 
 def default_workdir(argv: Sequence[str]) -> Path:
@@ -172,16 +184,18 @@ def _parse_flags(argv: Sequence[str], values: flags.FlagValues, fields: Sequence
     arguments = values(list(argv))
   except flags.UnrecognizedFlagError as error:
     # Users often leave out '--config.' or the section, so a field's last name counts, too.
-    last = {field.rpartition('.')[2]: field for field in fields[::-1]} | {f: f for f in fields}
+    last = {field.rpartition('.')[2]: field for field in fields[::-1]} | {
+        name: field for field in fields for name in (field, f'config.{field}')}
     near = [last[name] for name in difflib.get_close_matches(error.flagname, last, n=1, cutoff=0.8)]
     if not near:
       raise ValueError(_one_line(error)) from None
     raise ValueError(f'--{error.flagname}: there is no such flag; did you mean '
                      f'--config.{near[0]}?') from None
   except flags.Error as error:
-    raise ValueError(_one_line(error)) from None
+    raise ValueError(line_of_flag(error)) from None
   if arguments[1:]:
     raise ValueError(f'{arguments[1]}: not a flag; flags begin with --')
+  refuse_empty(values)
 
 
 def _fields(config: ml_collections.ConfigDict, prefix: str = '') -> Iterator[tuple[str, Any]]:
@@ -193,15 +207,25 @@ def _fields(config: ml_collections.ConfigDict, prefix: str = '') -> Iterator[tup
       yield f'{prefix}{name}', value
 
 
-def _joined(argv: Sequence[str], prefix: str = '--') -> list[str]:
+def _switches(values: flags.FlagValues) -> set[str]:
+  """Returns the flags that take no separate value."""
+  return {f'--{no}{name}' for name in values if values[name].boolean for no in ('', 'no')}
+
+
+def _joined(argv: Sequence[str], prefix: str = '--', switches: Collection[str] = ()) -> list[str]:
   """Returns every flag that begins with `prefix` as --name=value.
 
   absl also takes -name, and a separate value.
+
+  Args:
+    argv: the command line.
+    prefix: of the flags.
+    switches: the flags that take no separate value.
   """
   joined = [argv[0]]
   for arg in argv[1:]:
     before = joined[-1]
-    waits = before.startswith(prefix) and '=' not in before and before not in _SWITCHES
+    waits = before.startswith(prefix) and '=' not in before and before not in switches
     if len(joined) > 1 and waits and not arg.startswith('-'):
       joined[-1] = f'{before}={arg}'
     else:
@@ -214,14 +238,32 @@ def _one_line(error: Exception) -> str:
   return shorten(str(error), 600)
 
 
+def _refuse_sections(argv: Sequence[str], config: config_dict.Fields) -> None:
+  """Refuses flags that set a whole section by a name.
+
+  Raises:
+    ValueError: naming the flag.
+  """
+  for arg in argv:
+    name, _, value = arg.partition('=')
+    section = name.removeprefix('--config.')
+    if section == name or not isinstance(config.get(section), ml_collections.ConfigDict):
+      continue
+    if not value.startswith('{'):  # a dict, which absl reads
+      raise ValueError(f'{name}: is a section of fields' + (
+          f'; did you mean {name}.name={value}?' if section in schema.CHOICES else
+          f', such as {name}.{next(iter(config[section]))}'))
+
+
 def _no_field(error: Exception, argv: Sequence[str]) -> str:
   """Returns the error message for an override of a field that the config does not have."""
   text = str(error.args[0])
   field = re.search(r'\w+', text)[0]
-  hint = re.search(r'Did you mean "(\w+)"', text)
+  near = re.search(r'Did you mean "(\w+)"', text)
   names = [arg.partition('=')[0] for arg in argv]
   name = next((n for n in names if field in n.split('.')), f'--config: {field}')
-  return f'{name}: the config has no such field' + (f'; did you mean {hint[1]}?' if hint else '')
+  meant = f'; did you mean {name.rpartition(".")[0]}.{near[1]}?' if near else ''
+  return f'{name}: the config has no such field{meant}'
 
 
 def _take_config(argv: Sequence[str]) -> tuple[list[str], str | None]:
@@ -242,7 +284,7 @@ def _take_numbers(argv: Sequence[str], config: config_dict.Fields) -> list[str]:
   """Sets the fields that are numbers or schedules by their flags; returns the other arguments.
 
   absl would refuse a schedule for a number, and read a number for a schedule as a text. It still
-  reads whole numbers. What a field may be is checked with the config.
+  reads whole numbers, and True and False. What a field may be is checked with the config.
   """
   remaining = []
   for arg in argv:
@@ -251,13 +293,22 @@ def _take_numbers(argv: Sequence[str], config: config_dict.Fields) -> list[str]:
     fields = config.get(section) if section else config
     known = isinstance(fields, ml_collections.ConfigDict) and field in fields
     kind = fields.get_type(field) if known and equals and name.startswith('--config.') else None
-    if kind is float or schedules.is_schedule(text) and kind in (bool, int) or (
+    if kind is float or kind in (bool, int) and not _is_read(kind, text) or (
         kind is str and schedules.is_schedule(fields[field])):
       with fields.ignore_type():
-        fields[field] = _number_or_text(text)
+        fields[field] = text if kind in (bool, int) else _number_or_text(text)
     else:
       remaining.append(arg)
   return remaining
+
+
+def _is_read(kind: type, text: str) -> bool:
+  """Returns whether absl reads a text as a value of a kind, bool or int."""
+  try:
+    (flags.BooleanParser() if kind is bool else flags.IntegerParser()).parse(text)
+  except (TypeError, ValueError):
+    return False
+  return True
 
 
 def _number_or_text(text: str) -> float | str:

@@ -7,7 +7,6 @@ import csv
 import io
 import shlex
 import sys
-import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,15 +44,9 @@ def one_line(fields: Mapping[str, Any], where: str) -> Iterator[None]:
     yield
   except (Exception, SystemExit) as error:  # noqa: BLE001 - a part is a program: it may raise anything
     kind = '' if isinstance(error, ValueError) else f'{type(error).__name__}: '
-    raise ValueError(f'{where}{_line_of(fields, error)}: {kind}'
+    files = [getattr(sys.modules.get(name), '__file__', '') for name in named(fields).values()]
+    raise ValueError(f'{where}{parts.line_of(error, files)}: {kind}'
                      f'{options.shorten(str(error), 500)}') from error
-
-
-def _line_of(fields: Mapping[str, Any], error: BaseException) -> str:
-  """Returns the last line of a user's file that an exception came through: ' (mine.py, line 3)'."""
-  files = {getattr(sys.modules.get(name), '__file__', None) for name in named(fields).values()}
-  frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
-  return f' ({Path(frames[-1].filename).name}, line {frames[-1].lineno})' if frames else ''
 
 
 def sources(fields: Mapping[str, Any]) -> dict[str, bytes]:

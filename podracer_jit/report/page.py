@@ -257,6 +257,8 @@ def _facts(comparison: Comparison, runs: Sequence[Run]) -> list[tuple[str, str]]
 def _lead(comparison: Comparison, runs: Sequence[Run]) -> str:
   tasks = comparing.tasks_of(runs)
   shown_tasks = ', '.join(tasks[:3]) + (f' and {len(tasks) - 3} more' if len(tasks) > 3 else '')
+  if not comparison.groups:
+    return f'{_count(len(runs), "run")}; none has an update yet'
   if len(runs) == 1:
     run = runs[0]
     steps = f'{run.steps:,}' + (f' of {run.total:,}' if run.total else '')

@@ -120,15 +120,17 @@ def read(paths: Sequence[Path]) -> list[Run]:
     if not path.is_dir():
       raise ValueError(f'{path}: is no folder' if path.exists() else f'{path}: does not exist')
     inside = [*_workdirs(path)]
+    has_members = False
     for folder in _sweeps(path):
       for member, entry in _members(folder):
+        has_members = True
         if entry.get('error'):
           errors[member] = shorten(str(entry['error']), 300)
         if entry.get('pruned') is True:
           pruned.add(member)
         if not any(workdir == member or member in workdir.parents for workdir in inside):
           unbegun[member] = entry
-    if not inside and not unbegun:
+    if not inside and not has_members:
       raise ValueError(f'{path}: there is no run in it (no {CONFIG})')
     folders |= dict.fromkeys(inside)
   names = _names([*folders, *unbegun])

@@ -18,6 +18,14 @@ _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
+def python() -> list[str]:
+  """Returns the command of this Python, which imports from where this process does.
+
+  Without -P, the current folder would come before all other modules.
+  """
+  return [sys.executable, *([] if {'', os.getcwd()} & set(sys.path) else ['-P'])]
+
+
 def start(arguments: Sequence[str], cpus: Collection[int] = (), **options: Any
           ) -> subprocess.Popen:
   """Starts `podracer_jit ARGUMENTS` with this Python, in a session of its own.
@@ -30,9 +38,7 @@ def start(arguments: Sequence[str], cpus: Collection[int] = (), **options: Any
     cpus: the CPUs that it may use; none: those of this process.
     **options: of subprocess.Popen.
   """
-  # Without -P, the current folder would come before all other modules in the process.
-  safe = [] if {'', os.getcwd()} & set(sys.path) else ['-P']
-  return subprocess.Popen([sys.executable, *safe, '-m', 'podracer_jit', *arguments],
+  return subprocess.Popen([*python(), '-m', 'podracer_jit', *arguments],
                           start_new_session=True,
                           preexec_fn=functools.partial(_prepare, os.getpid(), set(cpus)), **options)
 

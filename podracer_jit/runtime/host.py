@@ -302,10 +302,11 @@ def join(coordinator_address: str | None, num_processes: int | None, process_id:
     raise ValueError(f'--distributed: not {count} processes joined{where} within {timeout_s} s '
                      '(--coordinator_timeout_s)') from None
   except (ValueError, RuntimeError) as error:
-    hint = '' if None not in arguments else (
-        '; without SLURM, Open MPI, Kubernetes or a TPU pod give --coordinator_address, '
-        '--num_processes and --process_id')
-    raise ValueError(f'--distributed: {" ".join(str(error).split())}{hint}') from None
+    text = ' '.join(str(error).split())
+    if None in arguments:
+      text = ('without SLURM, Open MPI, Kubernetes or a TPU pod it needs --coordinator_address, '
+              f'--num_processes and --process_id ({text.rstrip(".")})')
+    raise ValueError(f'--distributed: {text}') from None
   _agree(max(1.0, deadline - time.monotonic()))
 
 

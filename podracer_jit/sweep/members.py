@@ -103,6 +103,8 @@ def tasks_of(names: Sequence[str]) -> list[str]:
     if name.startswith('@') and name not in task_sets.TASKS:
       raise ValueError(f'--tasks: there is no set {name}; there are '
                        f'{", ".join(task_sets.TASKS)}')
+    if not name:
+      raise ValueError('--tasks: a name is empty')
     tasks += task_sets.TASKS.get(name, (name,))
   repeated = sorted({task for task in tasks if tasks.count(task) > 1})
   if repeated:

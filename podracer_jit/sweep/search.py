@@ -129,7 +129,7 @@ def ranges_of(grid: Sequence[tuple[str, Sequence[Any]]]) -> dict[str, Range | Se
   for name, values in grid:
     of_values = [range_of(value) for value in values]
     if any(of_values) and len(values) > 1:
-      raise ValueError(f'--grid: {name} must have one range, or values, got both or several')
+      raise ValueError(f'--grid: {name} must have one range, or a list of values without ranges')
     ranges[name] = of_values[0] or values
   return ranges
 

@@ -10,11 +10,11 @@ import contextlib
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from podracer_jit.errors import FINISHED, STOPPED, Refused
+from podracer_jit.runtime import children
 from podracer_jit.sweep.folder import Folder
 from podracer_jit.sweep.local import LOGS, last_line, log_of
 from podracer_jit.sweep.members import Member
@@ -108,7 +108,7 @@ class Array:
     for folder in (self._files, self._logs):
       files.make_folder(folder)
     out = self._folder.path.resolve()
-    commands = [shlex.join([sys.executable, '-m', *member.command(out)]) for member in members]
+    commands = [shlex.join([*children.python(), '-m', *member.command(out)]) for member in members]
     script = self._files / 'array.sh'
     files.write(script, _SCRIPT.format(
         options='\n'.join(f'#SBATCH {option}' for option in self._options),

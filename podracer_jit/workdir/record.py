@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import functools
 import importlib.metadata
 import itertools
@@ -28,7 +27,7 @@ import jax
 from podracer_jit import options, parts
 from podracer_jit.envs import spaces
 from podracer_jit.experiment import modules, schema
-from podracer_jit.options import shorten
+from podracer_jit.options import hint, shorten
 from podracer_jit.runtime import machine
 from podracer_jit.workdir import files
 
@@ -57,6 +56,7 @@ _FIXED = {
     'loss.separate_optimizers': 'the checkpoint has the state of the optimizer',
     'optimizer.name': 'the checkpoint has the state of the optimizer',
 }
+_MOST_REFUSALS = 12  # that a message names
 ASKED = '--renew_envs'  # a reason of a renewal
 # Fields whose change begins a segment: environments, or what is under way, would not fit.
 _RENEWING = ('env.', 'scheme', 'unroll_length', 'env_batch', 'checkpoint.replay')
@@ -478,8 +478,16 @@ def refusals(changes: Changes, allowed: Collection[str]) -> list[str]:
     changes: the changed fields.
     allowed: the fields that may change.
   """
-  return [line for name, change in sorted(changes.items())
-          for line in _refusals(name, change, allowed)]
+  # The fields of another part are others anyway.
+  others = {name.removesuffix('name') for name in changes if name.endswith('.name')}
+  if 'loss.' in others:
+    others.add('replay.')
+  names = sorted((name for name in changes
+                  if name.endswith('.name') or not name.startswith(tuple(others))),
+                 key=lambda name: (not _why_fixed(name), name))
+  lines = [line for name in names for line in _refusals(name, changes[name], allowed)]
+  more = [f'and {len(lines) - _MOST_REFUSALS} fields more'] if len(lines) > _MOST_REFUSALS else []
+  return lines[:_MOST_REFUSALS] + more
 
 
 def _refusals(name: str, change: Mapping[str, Any], allowed: Collection[str]) -> Iterator[str]:
@@ -516,6 +524,4 @@ def problems_of_change(change: Collection[str], known: Collection[str]) -> Itera
       yield (f'--change: {name} cannot change, as {reason}; a new run can begin from this one: '
              '--init_from')
     elif name not in known and not name.startswith('env.'):
-      near = difflib.get_close_matches(name, known, n=1)
-      hint = f'; did you mean {near[0]}?' if near else ''
-      yield f'--change: the config has no field {name}{hint}'
+      yield f'--change: the config has no field {name}{hint(name, known)}'

@@ -370,6 +370,8 @@ def opened(path: Path) -> Iterator[OpenWorkdir]:
   new = [folder for folder in (path, *path.parents) if not folder.exists()]
   try:
     try:
+      if path.exists() and not path.is_dir():
+        raise ValueError(f'--workdir: {path} is a file; name a folder')
       files.make_folder(path)
       workdir_lock = lock.WorkdirLock(path)
     except OSError as error:

@@ -150,7 +150,7 @@ def test_a_field_of_a_config_is_a_number_or_a_schedule(file):
   assert resolve(copy.deepcopy(fields)).algorithm.discount == 1.0
   for section, name, value in ((fields.loss, 'discount', 'fast'), (fields, 'num_epochs', '3'),
                                (fields.loss, 'name', 3)):
-    with pytest.raises(TypeError, match=f"'{name}'"):
+    with pytest.raises(TypeError, match=f'^{name}: must be a '):
       section[name] = value
   fields.num_epochs = 'linear:1:3'
   with pytest.raises(ValueError, match='^num_epochs: must be a whole number; only fractional'):
@@ -281,7 +281,14 @@ def test_help_shows_values_set_by_flags(file, capsys):
 @pytest.mark.parametrize('text, message', [
     ('def get_config():\n  return 3\n', 'must return the result of experiment.config, got int'),
     ('x = 1\n', 'has no function get_config'),
-    ('import nowhere_to_be_seen\n', 'ModuleNotFoundError'),
+    ('import nowhere_to_be_seen\n', '(wrong_config.py, line 1): ModuleNotFoundError'),
+    ('def get_config():\n  return {}["a"]\n', "(wrong_config.py, line 2): KeyError: 'a'"),
+    ('from podracer_jit import experiment\ndef get_config():\n'
+     '  config = experiment.config("ppo", "mlp", "adam")\n  config.total_steps = 1e6\n',
+     'total_steps: must be a whole number, got 1000000.0'),
+    ('def get_config():\n  return dict(env=dict(task="CartPole-v1"))\n',
+     'scheme: is missing; known are sync, cleanba'),
+    ('def get_config(argument):\n  pass\n', 'needs an argument; write --config='),
     ('def get_config(:\n', 'SyntaxError'),
     ('def get_config():\n  raise RuntimeError("two\\nlines")\n', 'RuntimeError: two lines')])
 def test_a_file_that_is_no_config_is_refused_in_one_line(text, message, tmp_path, capsys):
@@ -289,8 +296,15 @@ def test_a_file_that_is_no_config_is_refused_in_one_line(text, message, tmp_path
   path.write_text(text)
   assert train.main(['podracer_jit', f'--config={path}']) == 2
   error = capsys.readouterr().err
-  assert error.startswith('podracer_jit: --config: ') and error.count('\n') == 1
-  assert message in error
+  assert re.match(r'podracer_jit: (--config( \(\w+.py, line \d\))?|scheme): ', error)
+  assert error.count('\n') == 1 and message in error
+
+
+def test_an_argument_for_a_config_that_takes_none_is_refused(tmp_path):
+  path = tmp_path / 'takes_none.py'
+  path.write_text('def get_config():\n  return {}\n')
+  with pytest.raises(ValueError, match=f'takes no argument; write --config={path}$'):
+    flags.load_config(f'{path}:smoke')
 
 
 def _save(workdir, fields):

@@ -398,7 +398,7 @@ def test_the_verb_exports_a_checkpoint(tmp_path, monkeypatch, capsys):
   assert json.loads((tmp_path / 'best' / 'agent.json').read_text())['update'] == 1
   capsys.readouterr()
   for args, message in [
-      ([f'--out={tmp_path / "out"}'], 'exists; choose another name'),
+      ([f'--out={tmp_path / "out"}'], f'--out: {tmp_path / "out"} exists; choose another name'),
       ([f'--out={tmp_path / "x"}', '--update=7'], 'has no checkpoint of update 7'),
       ([f'--out={tmp_path / "x"}', '--update=first'], '--update: must be a number or best'),
       ([f'--out={tmp_path / "x"}', 'pong'], 'pong: not a flag')]:

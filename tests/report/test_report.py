@@ -215,6 +215,25 @@ def test_damaged_files_are_read_as_far_as_they_go(tmp_path):
   assert 'config.json is missing or garbled' in report([tmp_path / 'runs'], tmp_path / 'out')
 
 
+def test_a_sweep_that_has_not_begun_and_a_garbled_run_have_a_page(tmp_path):
+  waiting = tmp_path / 'waiting'
+  waiting.mkdir()
+  for count, words in ((1, '1 run; none has an update yet'), (2, '2 runs; none has an')):
+    (waiting / 'sweep.json').write_text(json.dumps({'commands': [], 'members': [
+        {'name': f'seed={seed}', 'error': None, 'command': ['podracer_jit', '--config=x'],
+         'fields': {'seed': seed, 'env.task': 'CartPole-v1'}} for seed in range(count)]}))
+    assert words in report([waiting], tmp_path / 'out')
+  garbled = tmp_path / 'garbled'
+  garbled.mkdir()
+  (garbled / 'config.json').write_text('{}')
+  assert 'none has an update yet' in report([garbled], tmp_path / 'out')
+  empty = tmp_path / 'empty'
+  empty.mkdir()
+  for paths in ([waiting, empty], [empty, waiting]):
+    with pytest.raises(ValueError, match='empty: there is no run in it'):
+      reading.read(paths)
+
+
 @pytest.mark.parametrize('version', ['v0_6_0', 'v0_7_0'])
 def test_workdirs_of_earlier_versions_are_read(version, tmp_path):
   runs = reading.read([OLD / version])

@@ -237,5 +237,5 @@ def test_an_error_of_jax_is_reported_in_one_line(monkeypatch):
   def fail(*args, **kwargs):
     raise RuntimeError('no\n  cluster')
   monkeypatch.setattr(jax.distributed, 'initialize', fail)
-  with pytest.raises(ValueError, match='^--distributed: no cluster; without SLURM, Open MPI'):
+  with pytest.raises(ValueError, match='^--distributed: without SLURM, Open MPI.*(no cluster)'):
     host.join(None, None, None)

@@ -208,6 +208,10 @@ def test_refusals_name_the_flag_that_allows_the_change(extended, six, tmp_path, 
       '--change=loss.discount')
   assert 'seed: 1 there, 2 now: it cannot change, as' in refused(
       *CONSTANT, updates(12), '--config.seed=2', workdir)
+  # Fields of another algorithm are others anyway, and what cannot change comes first.
+  output = refused('--config=configs/ppo_cartpole.py:smoke', workdir)
+  assert 'holds another experiment (env.num_envs' in output and len(output) < 2500
+  assert 'loss.name: ' in output and 'loss.clip' not in output and 'None there' not in output
   new = f'--workdir={tmp_path}/new'
   for flag in ('--extend', '--change=loss.discount', '--change=total_steps'):
     assert 'there is no run in' in refused(*CONSTANT, new, flag)
