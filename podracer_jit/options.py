@@ -13,14 +13,11 @@ import math
 import numbers
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from podracer_jit import schedules
-
-if TYPE_CHECKING:
-  from absl import flags  # not all commands need it
 
 # Key of a `Meaning` in a field's metadata.
 _KEY = 'podracer_jit.option'
@@ -28,6 +25,7 @@ _KEY = 'podracer_jit.option'
 _FLAX_FIELDS = ('name', 'parent')
 # Types that an option may have.
 _KINDS = (bool, int, float, str, tuple)
+_MAY_BE_EMPTY = ('slurm',)  # sbatch needs no options
 # Key that marks a list in JSON.
 _LIST = '__list__'
 # Most levels of arrays and objects in a file of JSON; functions that call themselves stay far from
@@ -320,7 +318,7 @@ def check_values(prefix: str, given: Mapping[str, Any], part: type, may_change: 
       yield f'{prefix}{name}: {problem}, got {shown(value)}'
 
 
-def line_of_flag(error: flags.Error) -> str:
+def line_of_flag(error: Exception) -> str:
   """Returns absl's error about a flag on one line, in words for people."""
   text = shorten(str(error), 600).removeprefix('flag ')
   for pattern, words in ((r"invalid literal for int\(\) with base 10: (.*)", 'a whole number'),
@@ -330,14 +328,18 @@ def line_of_flag(error: flags.Error) -> str:
   return text
 
 
-def refuse_empty(values: flags.FlagValues) -> None:
+def refuse_empty(values: Any) -> None:
   """Refuses flags that were given without a value, such as one of a variable that is not set.
+
+  Args:
+    values: absl's flags.
 
   Raises:
     ValueError: naming the flag.
   """
   for name in values:
-    if values[name].present and values[name].value in ('', []) and not name.startswith('config'):
+    is_empty = values[name].present and values[name].value in ('', [])
+    if is_empty and not name.startswith('config') and name not in _MAY_BE_EMPTY:
       raise ValueError(f'--{name}: has no value')
 
 

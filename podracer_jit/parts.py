@@ -197,9 +197,10 @@ def find(field: str, name: str, shipped: Mapping[str, Any]) -> Any:
   if not colon:
     if name is None:
       raise ValueError(f'{field}: is missing; known are {", ".join(shipped)}')
-    known = f'known are {", ".join(shipped)}, and' if shipped else 'write'
-    raise ValueError(f'{field}: there is no {shown(name)}; {known} module:attribute for a part of '
-                     'your own')
+    if not shipped:
+      raise ValueError(f'{field}: there is no {shown(name)}; write module:attribute')
+    raise ValueError(f'{field}: there is no {shown(name)}; known are {", ".join(shipped)}, and '
+                     'module:attribute for a part of your own')
   if '.' in attribute:
     raise ValueError(f'{field}: {shown(name)} leads through {shown(attribute.partition(".")[0])}; '
                      'must be module:attribute, where attribute is one name of the module, '

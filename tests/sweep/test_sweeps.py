@@ -190,7 +190,7 @@ def refused(capsys, *args):
     (['--tasks=@mujoco'], '--tasks: there is no set @mujoco; there are @atari57'),
     (['--grid=loss.clip=uniform(0,1)'], '--grid: loss.clip has a range; add --search=tpe:32'),
     (['--prune=asha'], '--prune: is for --search'),
-    (['--jobs=0'], 'flag --jobs=0: 0 is not a positive integer'),
+    (['--jobs=0'], '--jobs=0: 0 is not a positive integer'),
     (['--config.loss.clip'], '--config.loss.clip: has no value'),
     (['--search=grid:3'], '--search: must be tpe:N or random:N with a number of trials'),
     (['--search=tpe:3'], '--search: wants one --config, and a range or values in --grid'),
