@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import ray
@@ -52,6 +53,8 @@ class Call:
   header: ray.ObjectRef
   result: ray.ObjectRef
   since: float  # `time.perf_counter` of the first attempt
+  # While the result is fetched: it, and since when.
+  fetching: tuple[futures.Future, float] | None = None
 
 
 @dataclasses.dataclass
@@ -193,11 +196,12 @@ class Remote:
     header = ray.get(call.header)
     value = call.result
     if fetch:
-      start = time.perf_counter()
-      try:
-        value = ray.get(call.result, timeout=_POLL_S)
-      except exceptions.GetTimeoutError:
+      # A `ray.get` that times out drops what has arrived, and the next one begins anew.
+      call.fetching = call.fetching or (call.result.future(), time.perf_counter())
+      future, start = call.fetching
+      if not futures.wait([future], _POLL_S).done:
         return None
+      value = future.result()
       self._counters.add(nbytes=header.nbytes, gets=1, get_s=time.perf_counter() - start)
     if self.about is None:
       self._greet()
@@ -209,6 +213,7 @@ class Remote:
     call.life = repeated.life
     call.header = repeated.header
     call.result = repeated.result
+    call.fetching = None
 
   def _replace(self, life: int, error: Exception) -> None:
     """Begins a new process in place of a dead one.

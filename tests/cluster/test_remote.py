@@ -74,6 +74,13 @@ def test_arrays_are_sent_and_returned(cluster, remote):
   assert figures['cluster_mb_per_s'] > 0 and figures['cluster_get_ms'] > 0
 
 
+def test_a_result_may_take_longer_than_a_look_at_the_clock(remote, monkeypatch):
+  monkeypatch.setattr('podracer_jit.cluster.remote._POLL_S', 0.002)
+  until = time.monotonic() + 60
+  result = call(remote, 'add', np.zeros(2**23), 1, ended=lambda: time.monotonic() > until)
+  assert result.shape == (2**23,) and result[-1] == 1
+
+
 def test_an_exception_is_reported_at_once_in_one_line(remote):
   call(remote, 'lived')
   since = time.monotonic()
