@@ -25,7 +25,7 @@ _KEY = 'podracer_jit.option'
 _FLAX_FIELDS = ('name', 'parent')
 # Types that an option may have.
 _KINDS = (bool, int, float, str, tuple)
-_MAY_BE_EMPTY = ('slurm',)  # sbatch needs no options
+_MAY_BE_EMPTY = ('slurm', 'allow_modules')  # flags: no options of sbatch, no modules
 # Key that marks a list in JSON.
 _LIST = '__list__'
 # Most levels of arrays and objects in a file of JSON; functions that call themselves stay far from

@@ -31,7 +31,7 @@ from podracer_jit.play import export
 def main(argv: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
   values = runs.agent_flags()
-  flags.DEFINE_string('out', None, 'The folder to write, which must not exist yet.',
+  flags.DEFINE_string('out', None, 'The folder to write, new or empty.',
                       flag_values=values)
   if not arguments.read_flags(argv, values, __doc__, ['workdir', 'out']):
     return 0

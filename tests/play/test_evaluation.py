@@ -456,7 +456,8 @@ def test_the_record_of_other_tasks_has_the_versions_of_their_libraries():
 
 
 @pytest.mark.parametrize('flag, message', [
-    ('--env.max_episod_steps=3', 'env.max_episod_steps: not an option of CartPole-v1; its options'),
+    ('--env.max_episod_steps=3', 'env.max_episod_steps: not an option of CartPole-v1; did you mean '
+                                 'env.max_episode_steps?'),
     ('--env.max_episode_steps=0', 'env.max_episode_steps: must be at least 1, got 0'),
     ('--env.max_episode_steps=x', "env.max_episode_steps: must be of type int, got 'x'"),
     ('--env.max_episode_steps', '--env.max_episode_steps: has no value'),

@@ -52,7 +52,7 @@ def test_examples_have_each_value_and_both_ends():
   assert search.examples(ranges) == [
       {RATE: 1e-4, 'loss.clip': 0.1}, {RATE: 1e-2, 'loss.clip': 0.1},
       {RATE: 1e-4, 'loss.clip': 0.2}, {RATE: 1e-4, 'loss.clip': 0.3}]
-  with pytest.raises(ValueError, match='^--grid: loss.clip must have one range, or values'):
+  with pytest.raises(ValueError, match='^--grid: loss.clip must have one range, or a list'):
     search.ranges_of([('loss.clip', ['uniform(0,1)', 0.2])])
 
 
