@@ -6,6 +6,7 @@ its options. Defaults, flags, help texts and checks all come from these fields.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import json
@@ -341,6 +342,14 @@ def refuse_empty(values: Any) -> None:
     is_empty = values[name].present and values[name].value in ('', [])
     if is_empty and not name.startswith('config') and name not in _MAY_BE_EMPTY:
       raise ValueError(f'--{name}: has no value')
+
+
+def literal(text: str) -> Any:
+  """Returns the Python literal that a text is, or the text."""
+  try:
+    return ast.literal_eval(text)
+  except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+    return text  # the last two: nested too deeply
 
 
 def make(part: type, given: Mapping[str, Any]) -> Any:

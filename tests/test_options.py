@@ -111,6 +111,13 @@ def test_parts_are_found_beside_a_file_and_by_attribute(tmp_path):
     parts.find('loss.name', 'beside_the_config:Other', {})
 
 
+@pytest.mark.parametrize('text, value', [
+    ('(1, 2)', (1, 2)), ('relu', 'relu'), ('{[]: 1}', '{[]: 1}'), ('1 +', '1 +'),
+    ('[' * 10_000, '[' * 10_000)])
+def test_a_text_is_a_literal_or_a_text(text, value):
+  assert options.literal(text) == value
+
+
 def test_a_module_that_fails_is_reported_in_one_line(tmp_path):
   (tmp_path / 'fails_at_once.py').write_text('1 / 0\n')
   parts.look_beside(tmp_path / 'config.py')

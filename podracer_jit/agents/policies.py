@@ -138,9 +138,17 @@ def _normal_kl(dist_params: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def _scaling(low: np.ndarray, high: np.ndarray) -> Callable[[jax.Array], jax.Array]:
-  """Returns a function that scales numbers [..., A] from -1 to 1 to the bounds of a task."""
-  middle = (high + low) / 2
-  half = (high - low) / 2
+  """Returns a function that scales numbers [..., A] from -1 to 1 to the bounds of a task.
+
+  Raises:
+    ValueError: float32 cannot hold the distance between two bounds.
+  """
+  with np.errstate(over='ignore'):
+    middle = (high + low) / 2
+    half = (high - low) / 2
+  if not (np.isfinite(middle).all() and np.isfinite(half).all()):
+    raise ValueError(f'the actions are between {low.min():g} and {high.max():g}, which is too far '
+                     'apart to scale to')
   # Rounding may exceed a bound by one unit in the last place.
   return lambda numbers: jnp.clip(middle + half * numbers, low, high)
 

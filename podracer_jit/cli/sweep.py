@@ -51,6 +51,7 @@ from podracer_jit.cluster import set_ray_environment
 from podracer_jit.errors import FAILED, FINISHED, STOPPED, InUse, Refused, refusing
 from podracer_jit.options import from_json
 from podracer_jit.parts import user_path
+from podracer_jit.runtime import children
 from podracer_jit.runtime.output import complain, say
 from podracer_jit.sweep import fitting, local, members, search, slurm
 from podracer_jit.sweep.fitting import Checked, Size
@@ -256,6 +257,9 @@ def _jobs(out: Path, values: flags.FlagValues, prepared: _Prepared) -> Iterator[
   from podracer_jit.cluster import commands  # Ray takes a second to load
   from podracer_jit.sweep.ray import OnRay
   with commands.connected() as cpus:
+    if not (values.jobs or cpus):
+      raise ValueError('--ray: the cluster has no CPUs; add a machine, or set --jobs to wait for '
+                       'machines that will come')
     yield OnRay(out, values.jobs or cpus, prepared.sizes)
 
 
@@ -344,14 +348,19 @@ def _checked(folder: Folder, wanted: Sequence[Member]) -> Checked:
     ValueError: a config is wrong.
   """
   known = {member.name for member in folder.members}
-  covering = list(folder.covering(wanted))
+  # Their flags are those of this command, which must be the same experiment.
+  covering = [member._replace(flags=wanted[0].flags) for member in folder.covering(wanted)]
   alone = folder.not_covered(wanted)
   groups = [[member] for member in covering + [each for each in alone if each.name in known]]
   groups += members.same_but_seeds([each for each in alone if each.name not in known])
   # JAX would take memory here as long as the sweep lasts, and its threads do not survive a fork.
   with concurrent.futures.ProcessPoolExecutor(
-      1, mp_context=multiprocessing.get_context('spawn')) as pool:
-    return pool.submit(_check, groups, folder.configs).result()
+      1, mp_context=multiprocessing.get_context('spawn'),
+      initializer=children.end_with_parent, initargs=(os.getpid(),)) as pool:
+    try:
+      return pool.submit(_check, groups, folder.configs).result()
+    except concurrent.futures.process.BrokenProcessPool:
+      raise ValueError('the check of the members was killed; is the memory full?') from None
 
 
 def _check(groups: Sequence[Sequence[Member]], configs: dict[str, Any]) -> Checked:

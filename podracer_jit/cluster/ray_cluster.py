@@ -243,7 +243,7 @@ def _watched(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def copy_code(paths: Sequence[Path], folder: Path) -> None:
-  """Copies modules and packages into a folder, without data.
+  """Copies modules, and packages with the data in their folders, into a folder.
 
   Args:
     paths: .py files, and folders of packages.

@@ -177,6 +177,7 @@ class Remote:
         continue
       except exceptions.RayError as error:
         raise WorkerLost(f'{self._who()}: {type(error).__name__}: {shorten(str(error))}') from None
+      broken = None
       if answer is not None:
         self._deaths = 0
         return answer

@@ -8,6 +8,7 @@ direction. The end of the socket tells each process that the other process has e
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import mmap
 import os
@@ -186,7 +187,9 @@ def _construct(task: str, options: Mapping[str, Any]) -> Any:
 
   constructor = parts.find('env.task', task, {})
   try:
-    return constructor(**options)
+    env = constructor(**options)
+    limit = options.get('max_episode_steps')
+    return env if limit is None or _has_limit(constructor, env) else TimeLimit(env, limit)
   except gymnasium.error.UnregisteredEnv:
     if not parts.run_files():
       raise
@@ -198,6 +201,20 @@ def _construct(task: str, options: Mapping[str, Any]) -> Any:
   options = dict(options)
   limit = options.pop('max_episode_steps')
   return TimeLimit(constructor(**options), limit)
+
+
+def _has_limit(constructor: Any, env: Any) -> bool:
+  """Returns whether `max_episode_steps` was heard, and not just swallowed by a `**kwargs`."""
+  try:
+    if 'max_episode_steps' in inspect.signature(constructor).parameters:
+      return True
+  except (TypeError, ValueError):
+    pass  # it has no signature
+  while isinstance(env, gymnasium.Wrapper):
+    if isinstance(env, TimeLimit):
+      return True
+    env = env.env
+  return False
 
 
 def _where_to_find(name: str, error: Exception) -> str:

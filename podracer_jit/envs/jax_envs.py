@@ -187,7 +187,10 @@ class JaxVectorEnv:
     del env_id
     chex.assert_axis_dimension(action, 0, self.num_envs)
     action = action.astype(state.action.dtype).reshape(state.action.shape)
-    return token, state._replace(action=spaces.within(action, self._functions.env.action_space))
+    space = self._functions.env.action_space
+    if np.any(getattr(space, 'start', 0)):  # policies count from 0
+      action = action + jnp.asarray(space.start, action.dtype)
+    return token, state._replace(action=spaces.within(action, space))
 
   def recv(self, token: jax.Array, state: FunctionState
            ) -> tuple[jax.Array, FunctionState, TimeStep]:

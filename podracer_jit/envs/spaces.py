@@ -80,8 +80,8 @@ def choices(action: Any) -> tuple[int, ...]:
   if kind == 'MultiBinary':
     return (2,) * math.prod(action.shape)
   if kind == 'Box' and np.issubdtype(action.dtype, np.integer) and not np.any(action.low):
-    sizes = np.ravel(action.high).astype(np.int64) + 1
-    return tuple(map(int, sizes)) if sizes.size and sizes.max() <= _MOST_CHOICES else ()
+    high = np.ravel(action.high)
+    return tuple(int(x) + 1 for x in high) if high.size and high.max() < _MOST_CHOICES else ()
   return ()
 
 

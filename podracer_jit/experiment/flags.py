@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import difflib
 import inspect
@@ -18,7 +17,7 @@ from ml_collections import config_flags
 
 from podracer_jit import parts, schedules
 from podracer_jit.experiment import config_dict, schema
-from podracer_jit.options import hint, line_of_flag, refuse_empty, shorten
+from podracer_jit.options import hint, line_of_flag, literal, refuse_empty, shorten
 from podracer_jit.parts import user_path
 
 _PACKAGE = Path(__file__).parents[1]
@@ -351,9 +350,5 @@ def _take_env_options(argv: Sequence[str], prefix: str = _ENV
     if not name.startswith(prefix) or field in ('task', 'num_envs') or not equals:
       remaining.append(arg)
       continue
-    try:
-      options[field] = ast.literal_eval(value)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-      # Not a Python literal, or nested too deeply (the last two errors).
-      options[field] = {'true': True, 'false': False}.get(value.lower(), value)
+    options[field] = {'true': True, 'false': False}.get(value.lower(), literal(value))
   return remaining, options

@@ -287,6 +287,7 @@ def load_saved(folder: Path, seed: int = 0, allow_modules: Collection[str] = ())
   except (OSError, safetensors.SafetensorError, TypeError, KeyError, ValueError) as error:
     raise ValueError(f'{folder}: {PARAMETERS} cannot be read: {shorten(repr(error))}'
                      ) from None
+  host.prepare_host_for_any(experiment.placement, experiment.numerics.deterministic)
   run = build.make_run(experiment)
   like = experiment.algorithm.acting(run.initial_state())
   own_arrays = checkpoints.leaves(like)

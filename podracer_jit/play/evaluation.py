@@ -367,6 +367,8 @@ def play(player: Player, settings: Settings,
       for i, episodes in enumerate(counted):
         # Episodes beyond the quota of the environment are dropped.
         rows = np.flatnonzero(played.ended[:, i])[:quotas[i] - len(episodes)]
+        for length in played.length[rows, i]:
+          bound(int(length), settings.max_steps)
         episodes += [(float(played.episode_return[t, i]), int(played.length[t, i])) for t in rows]
         if len(episodes) < quotas[i]:
           bound(int(running[i]), settings.max_steps)

@@ -2,9 +2,9 @@
 
 The programs are traced under `convolution.plainly`, which replaces our fast convolutions by XLA's
 own operations, and at the precision of the config. The network is mapped over the rows of a
-symbolic batch with `vmap`, because a network of a user's may ask for the length of its batch. The
-policy draws for the whole batch, so equal keys give the actions of `Agent.act`. A new program runs
-once beside the agent, and an export beyond `TOLERANCE` is refused.
+symbolic batch with `vmap`, because a network of a user's may ask for the length of its batch. Each
+row draws with a key of its own. A new program runs once beside the agent, and an export beyond
+`TOLERANCE` is refused.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from podracer_jit.envs.families import family_of
 from podracer_jit.envs.protocol import VectorEnv
 from podracer_jit.errors import EnvironmentFailed
 from podracer_jit.options import shorten
+from podracer_jit.parts import user_path
 from podracer_jit.play import evaluation
 from podracer_jit.workdir import files
 
@@ -52,7 +53,7 @@ def chosen_path(name: str, video: str | Path, folder: Path) -> Path:
   if not isinstance(video, str | Path) or Path(video).suffix not in SUFFIXES:
     raise ValueError(f'{name}: must be mp4, gif, or a path that ends in .mp4 or .gif, got '
                      f'{str(video)!r}')
-  return Path(video)
+  return user_path(video)
 
 
 def film(player: evaluation.Player, path: Path, settings: evaluation.Settings,
@@ -203,7 +204,8 @@ def _encoder(path: Path, size: tuple[int, int], frame_rate: float) -> Iterator[I
     coding = ['-filter_complex', 'split[a][b];[a]palettegen=stats_mode=single[p];'
                                  '[b][p]paletteuse=new=1:dither=none']
   draft = path.with_stem(f'{path.stem}{files.DRAFT}')  # ffmpeg reads the suffix
-  command = [imageio_ffmpeg.get_ffmpeg_exe(), '-y', '-loglevel', 'error', *source, *coding, draft]
+  command = [imageio_ffmpeg.get_ffmpeg_exe(), '-y', '-loglevel', 'error', *source, *coding,
+             f'file:{draft}']
   try:
     # A pipe for its messages could fill up while frames are written, and ffmpeg would wait.
     with (tempfile.TemporaryFile() as messages,

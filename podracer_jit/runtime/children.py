@@ -43,6 +43,17 @@ def start(arguments: Sequence[str], cpus: Collection[int] = (), **options: Any
                           preexec_fn=functools.partial(_prepare, os.getpid(), set(cpus)), **options)
 
 
+def end_with_parent(parent: int) -> None:
+  """Lets the kernel kill this process when its parent ends, however it ends.
+
+  Args:
+    parent: its process id. If it has ended before the call, this process ends, too.
+  """
+  _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+  if os.getppid() != parent:
+    os._exit(INTERRUPTED)
+
+
 def _prepare(parent: int, cpus: Collection[int]) -> None:
   """Prepares the new process, between fork and exec.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import collections
 import itertools
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from podracer_jit import task_sets
-from podracer_jit.options import from_json, to_json
+from podracer_jit.options import from_json, literal, to_json
 
 TASK = 'env.task'
 SEED = 'seed'
@@ -128,7 +127,7 @@ def values_of(flag: str) -> tuple[str, list[Any]]:
                      f'optimizer.learning_rate=1e-3,3e-4, got {flag!r}')
   if name == SEED:
     raise ValueError(f'--grid: {SEED} has a flag of its own, --seeds=1:3')
-  values = [_literal(piece) for piece in split(text, '--grid', flag)]
+  values = [literal(piece) for piece in split(text, '--grid', flag)]
   for i, value in enumerate(values):
     if value in values[:i]:
       are_numbers = all(type(each) is int for each in values)
@@ -270,10 +269,3 @@ def same_but_seeds(members: Sequence[Member]) -> list[list[Member]]:
     else:
       lists.append([member])
   return lists
-
-
-def _literal(text: str) -> Any:
-  try:
-    return ast.literal_eval(text)
-  except (ValueError, SyntaxError):
-    return text

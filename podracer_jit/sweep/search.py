@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from podracer_jit.options import from_json, shorten, to_json
 from podracer_jit.sweep.folder import Folder
 from podracer_jit.sweep.members import MOST, Member
-from podracer_jit.workdir import journal
+from podracer_jit.workdir import files, journal
 
 EVALUATIONS = 'evaluations.jsonl'
 _STORAGE = 'optuna.log'
@@ -24,7 +24,7 @@ _RANGES = {'log': 'both finite and above 0', 'uniform': 'both finite', 'int': 'b
 _PRUNERS = ('asha',)
 _DIGITS = 3  # of values in a range, so that names and commands stay short
 # Attributes of a trial: its values, the names of its members, and whether it repeats a failed one.
-_FIELDS, _MEMBERS, _AGAIN = 'fields', 'members', 'again'
+_FIELDS, _MEMBERS, _AGAIN, _GIVEN_UP = 'fields', 'members', 'again', 'given_up'
 
 
 class Range(NamedTuple):
@@ -142,6 +142,19 @@ def examples(ranges: Mapping[str, Range | Sequence[Any]]) -> list[dict[str, Any]
   return [first, *(first | {name: value} for name, each in values.items() for value in each[1:])]
 
 
+def _mend(path: Path) -> None:
+  """Removes what a killed sweep or a full disk left of Optuna's file: its lock, half a line.
+
+  The sweep has a lock of its own, so nobody else has Optuna's.
+  """
+  files.remove(path.with_name(f'{path.name}.lock'))
+  if path.is_file():
+    content = path.read_bytes()
+    whole = content.rfind(b'\n') + 1
+    if whole < len(content):
+      files.truncate(path, whole)
+
+
 class Search:
   """The plan of a search; see `training.Plan`. It maximises the mean return of evaluations."""
 
@@ -191,6 +204,9 @@ class Search:
       if trial.state is optuna.trial.TrialState.RUNNING and _FIELDS in trial.user_attrs:
         self._begin(optuna.trial.Trial(self._study, trial._trial_id),
                     from_json(trial.user_attrs[_FIELDS]))
+        self._reported[trial.number] = len(trial.intermediate_values)
+        if trial.user_attrs.get(_GIVEN_UP):
+          self._given_up.add(trial.number)
 
   def next(self) -> Member | None:
     """See `training.Plan`, as for the other methods."""
@@ -245,6 +261,7 @@ class Search:
         self._reported[number] = i + 1
         if number not in self._given_up and trial.should_prune():
           self._given_up.add(number)
+          trial.set_user_attr(_GIVEN_UP, True)  # Optuna decides once about each evaluation
       if number in self._given_up:
         members += self._left[number]
     return members
@@ -272,6 +289,9 @@ class Search:
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
+    # Optuna's lock is a link to the path, which must be found from the link's folder, too.
+    path = path.absolute()
+    _mend(path)
     try:
       return self._optuna.create_study(
           storage=JournalStorage(JournalFileBackend(str(path))), study_name='sweep',

@@ -51,6 +51,8 @@ def check(groups: Sequence[Sequence[Member]], configs: Mapping[str, Any]) -> Che
       experiment = resolve(fields_of(first._replace(num_seeds=None).arguments()))
       in_one = bool(others) and not any(seeds.problems(
           seeds.on_one_device(experiment), 1 + len(others), Request()))
+      if others:
+        resolve(fields_of(others[-1]._replace(num_seeds=None).arguments()))  # the largest seed
       size = _size(experiment, by_spec)
       evaluates = evaluates and experiment.eval.every_updates > 0
     except ValueError as error:
@@ -85,9 +87,10 @@ def _size(experiment: Experiment, by_spec: dict[Any, Size]) -> Size:
   others = {name: value for name, value in experiment.fields.items() if name not in (SEED, 'env')}
   key = repr((experiment.spec, dataclasses.replace(experiment.env, task=''), others))
   if key not in by_spec:
+    # JAX starts once, so all are checked on one device.
+    experiment = changed(experiment, placement=schema.ONE_DEVICE)
     host.prepare_host(experiment.placement, experiment.numerics.deterministic)
-    one = {name: value for name, value in schema.ONE_DEVICE.items() if name != 'actor_platform'}
-    run = build.make_run(changed(experiment, placement=one))
+    run = build.make_run(experiment)
     memory.check(run)
     state = run.learner.state_shapes()
     replay = run.learner.replay_shapes() if experiment.checkpoint.replay else None

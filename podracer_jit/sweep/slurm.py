@@ -111,7 +111,7 @@ class Array:
     commands = [shlex.join([*children.python(), '-m', *member.command(out)]) for member in members]
     script = self._files / 'array.sh'
     files.write(script, _SCRIPT.format(
-        options='\n'.join(f'#SBATCH {option}' for option in self._options),
+        options=f'#SBATCH {shlex.join(self._options)}' if self._options else '',
         last=len(members) - 1, at_once=f'%{at_once}' if at_once else '',
         names='\n'.join(shlex.quote(member.name) for member in members),
         commands='\n'.join(map(shlex.quote, commands)),

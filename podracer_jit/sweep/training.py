@@ -114,7 +114,7 @@ def train(folder: Folder, plan: Plan, jobs: Jobs, stop: Stopping, board: Board) 
     An exit code of `errors`. If a member has failed, it is FAILED.
 
   Raises:
-    OSError: sweep.json or a log cannot be written; all members were stopped and have saved.
+    OSError: sweep.json or a log cannot be written; all members were stopped.
   """
   given_up: set[str] = set()
   is_ending = is_full = failed = stopped = False
@@ -155,7 +155,7 @@ def train(folder: Folder, plan: Plan, jobs: Jobs, stop: Stopping, board: Board) 
   except KeyboardInterrupt:
     jobs.stop()
     return INTERRUPTED
-  except OSError:
+  except BaseException:
     jobs.stop()
     raise
   finally:

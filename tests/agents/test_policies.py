@@ -62,6 +62,14 @@ def test_divergences_are_sums_over_all_actions(policy, actions):
   assert_allclose(policy.kl(p, q), np.sum(np.exp(log_p) * (log_p - log_q)), rtol=1e-5)
 
 
+@pytest.mark.parametrize('make', [policies.scaled_gaussian, policies.tanh_gaussian,
+                                  policies.deterministic])
+def test_bounds_whose_distance_is_no_float_are_refused(make):
+  largest = np.finfo(np.float32).max
+  with pytest.raises(ValueError, match='too far apart to scale to'):
+    make(np.array([-largest]), np.array([largest]))
+
+
 def test_entropy_of_tanh_gaussian_is_that_of_the_squashed_action():
   """Compares with the mean of -log p(tanh(u)) over drawn u; log p has the change of variables."""
   policy = policies.tanh_gaussian(LOW, HIGH)

@@ -83,6 +83,11 @@ class Own(gymnasium.Env):
   def render(self):
     return np.full((4, 6, 3), self.age, np.uint8)
 
+
+class Swallows(Own):
+  def __init__(self, **kwargs):
+    super().__init__()
+
 class Meets(Own):
   """A step ends only when another environment takes a step, too."""
 
@@ -339,6 +344,8 @@ def test_a_users_class_and_functions_run_in_workers_without_jax(user_module, mak
   assert not truncated.any()
   spec = gymnasium_envs.make_spec(f'{user_module}:bare', dict(max_episode_steps=4))
   assert spec.max_episode_steps == 4 and spec.obs_dtype == np.float32 and spec.calls_python
+  spec = gymnasium_envs.make_spec(f'{user_module}:Swallows', dict(max_episode_steps=4))
+  assert spec.max_episode_steps == 4
   assert gymnasium_envs.make_spec(f'{user_module}:factory', {}).max_episode_steps == 0
 
 

@@ -12,6 +12,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.envs import gymnax_envs, jax_envs
+from podracer_jit.envs import spaces as env_spaces
 from podracer_jit.envs.families import family_of, own_module
 from podracer_jit.workdir import checkpoints
 
@@ -304,6 +305,24 @@ def test_actions_are_within_the_box_of_the_task(dtype):
   obs, = np.asarray(steps_of(vector_env, actions).obs)
   assert all(env.action_space.contains(action.astype(dtype)) for action in obs)
   np.testing.assert_allclose(obs, [[-0.1, 0.3]] * 2, rtol=1e-7)
+@pytest.mark.parametrize('space', [spaces.Discrete(3, start=5),
+                                   spaces.MultiDiscrete([3, 2], start=[5, -1])])
+def test_choices_begin_where_the_space_says(space):
+  class Choice(Echo):
+    def step(self, key, state, action):
+      obs = jnp.broadcast_to(jnp.float32(action), (2,))
+      return obs, state, jnp.float32(0), False, False, {}
+
+  env = Choice(np.float32)
+  env.action_space = space
+  vector_env = jax_envs.JaxFamily(lambda task, options: env).make_vector_env('choice', {}, [0])
+  action = np.ones((1, *space.shape), np.int32)
+  obs, = np.asarray(steps_of(vector_env, jnp.array([action])).obs)
+  expected = env_spaces.task_actions(action, space)
+  np.testing.assert_array_equal(obs, np.broadcast_to(expected.reshape(1, -1), (1, 2)))
+  assert space.contains(expected[0])
+
+
 @flax.struct.dataclass
 class Checked:
   """State that checks its arrays, and that cannot be compared or printed before it has any."""

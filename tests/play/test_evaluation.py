@@ -251,6 +251,10 @@ def test_an_episode_without_end_is_an_error():
   agent = _agent('MountainCar-v0', _always(1, 3), max_episode_steps=ENDLESS)
   with pytest.raises(RuntimeError, match='256 steps into an episode, and max_steps is 200'):
     evaluation.play(agent, evaluation.Settings(1, 1, seed=0, max_steps=200))
+  # Also if it ends before anybody looks.
+  agent = _agent('MountainCar-v0', _always(1, 3), max_episode_steps=120)
+  with pytest.raises(RuntimeError, match='120 steps into an episode, and max_steps is 100'):
+    evaluation.play(agent, evaluation.Settings(1, 1, seed=0, max_steps=100))
 
 
 def test_seeds_of_evaluations_are_not_those_of_training():

@@ -1,6 +1,7 @@
 """Searches by Optuna, with evaluations that are written by hand."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -117,6 +118,22 @@ def test_a_search_that_was_stopped_goes_on(tmp_path):
   assert plan.is_done() and plan.next() is None
   best, own = plan.best()
   assert best.fields == {RATE: stopped.fields[RATE]} and own.value == 1
+
+
+def test_what_a_killed_sweep_and_a_full_disk_left_does_not_stop_a_search(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  out = Path('.')
+  plan = make(out, trials=2)
+  finish(plan, plan.next(), 1)
+  storage = tmp_path / 'optuna.log'
+  whole = storage.read_bytes()
+  storage.write_bytes(whole + b'{"op_code": 4, "wor')
+  # Optuna's lock is a link to the path as it was given, which leads nowhere from another folder.
+  (tmp_path / 'optuna.log.lock').symlink_to('elsewhere/optuna.log')
+  plan = make(out, trials=2)
+  assert storage.read_bytes().startswith(whole)
+  finish(plan, plan.next(), 2)
+  assert plan.is_done() and make(out, trials=2).best()[0].value == 2
 
 
 def test_a_trial_of_several_seeds_is_their_mean_and_fails_with_one(tmp_path):

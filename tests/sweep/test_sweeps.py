@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from podracer_jit.cli import sweep as verb
@@ -175,6 +176,9 @@ def test_a_sweep_in_one_program_grows_by_a_seed(tmp_path):
           for member in content(tmp_path)['members']] == [
               ('seeds=1_2', 2, True), ('seed=3', None, True)]
   assert done.stdout.count(': running') == 1
+  done = processes.run(command('sweep', *config, '--seeds=1:4', '--config.loss.discount=0.5'))
+  assert done.returncode == 2 and 'is another experiment than that of the sweep' in done.stderr
+  assert 'loss.discount: 0.98 in --out, 0.5 now' in done.stderr
 
 
 def refused(capsys, *args):
@@ -378,6 +382,59 @@ print(json.dumps([code, events]))
 """
 
 
+def test_an_error_of_the_plan_has_all_members_save(tmp_path):
+  class Plan(training.Listed):
+    def next(self):
+      if jobs.running:
+        raise RuntimeError('garbled')
+      return super().next()
+
+  class Members:
+    has_room = True
+
+    def __init__(self):
+      self.running, self.calls = [], []
+
+    def begin(self, member):
+      self.running.append(member)
+
+    def ended(self):
+      return ()
+
+    def stop(self, member=None):
+      self.calls.append('stop')
+
+    def close(self, grace_s=0):
+      self.calls.append('close')
+
+  jobs = Members()
+  members = [Member(name, 'x', {'seed': 1}) for name in 'ab']
+  with pytest.raises(RuntimeError, match='garbled'):
+    training.train(Folder(tmp_path, '1'), Plan(members), jobs, Stopping(),
+                   Board(tmp_path, {member.name: Size(1, 1, 1) for member in members}))
+  assert jobs.calls == ['stop', 'close']
+
+
+def test_a_check_ends_with_the_sweep_that_asked_for_it(tmp_path):
+  program = ('import concurrent.futures, multiprocessing, os, sys, time\n'
+             'from podracer_jit.runtime import children\n'
+             'if __name__ == "__main__":\n'
+             '  pool = concurrent.futures.ProcessPoolExecutor(\n'
+             '    1, mp_context=multiprocessing.get_context("spawn"),\n'
+             '    initializer=children.end_with_parent, initargs=(os.getpid(),))\n'
+             '  print(pool.submit(os.getpid).result(), flush=True)\n'
+             '  os._exit(130)\n')
+  (tmp_path / 'checks.py').write_text(program)
+  done = subprocess.run([sys.executable, tmp_path / 'checks.py'], capture_output=True, text=True,
+                        timeout=120, env=QUICK | {'PYTHONPATH': os.pathsep.join(sys.path)}, check=False)
+  assert done.returncode == 130, done.stderr
+  child = int(done.stdout)
+  until = time.monotonic() + 30
+  while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+    assert time.monotonic() < until
+    time.sleep(0.01)
+
+
 def test_a_workdir_that_does_not_become_free_is_named(tmp_path, monkeypatch):
   monkeypatch.setattr(training, '_GRACE_S', 0.0)
   waiting = [Member(name, 'x', {'seed': 1}) for name in 'ab']
@@ -464,7 +521,7 @@ def test_an_array_of_slurm(tmp_path, slurm):
   assert done.returncode == 3, done.stderr
   assert 'submitted 2 as job 7' in done.stdout
   script = (folder / 'submitted').read_text()
-  for line in ('--partition=cpu', '--cpus-per-task=1', '--array=0-1%1'):
+  for line in ('--partition=cpu --cpus-per-task=1', '--array=0-1%1'):
     assert f'#SBATCH {line}\n' in script
   done = submit(f'{RATE}1e-3,1e30')
   assert done.returncode == 1 and '2 members, 1 finished, 0 under way' in done.stdout
