@@ -50,8 +50,9 @@ def pick(kept: Any, index: int, like: EnvState) -> EnvState:
     chex.assert_equal_shape([like, x])
     return x
 
+  # Exploration is that of the config, which may have changed.
   return jax.tree.map(leaf, _without_place(like), kept)._replace(
-      env_id=like.env_id, sent=like.sent)
+      env_id=like.env_id, sent=like.sent, exploration=like.exploration)
 
 
 def shapes(env: EnvState, num_shards: int) -> Any:

@@ -308,8 +308,25 @@ def notes(experiment: Experiment) -> Iterator[str]:
   yield from _images(experiment)
   yield from _renewal(experiment)
   yield from _short_segments(experiment)
+  yield from _empty_replay(experiment)
   yield from _small_minibatches(experiment)
   yield from _small_microbatches(experiment)
+
+
+def _empty_replay(experiment: Experiment) -> Iterator[str]:
+  """Yields a line if a replay never has what it needs, so that nothing is learned."""
+  options = experiment.replay
+  if options is None:
+    return
+  most = experiment.total_steps // experiment.items.stride(experiment.unroll_length)
+  if most * options.copies < options.min_size:
+    yield (f'replay.min_size: total_steps = {experiment.total_steps:,} add at most '
+           f'{most * options.copies:,} items, and learning begins with {options.min_size:,}; '
+           'nothing will be learned')
+  steps = experiment.segment_steps
+  if 0 < steps <= experiment.items.length and not experiment.keeps_envs:
+    yield (f'env.renew_every_updates: environments begin anew every {steps} steps, and an item of '
+           f'the replay has {experiment.items.length + 1}; nothing will be learned')
 
 
 def _masks(experiment: Experiment) -> Iterator[str]:

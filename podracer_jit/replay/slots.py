@@ -120,7 +120,7 @@ def evict(slots: Slots, priorities: tree.Tree, key: jax.Array, most: int, count:
 
     # If more slots were drawn than must be freed, pick among them at random; otherwise low indices
     # would be evicted first.
-    random = jax.random.uniform(jax.random.fold_in(key_of_turn, 1), (count,))
+    random = jax.random.uniform(jax.random.fold_in(key_of_turn, 2), (count,))  # `draw` has 0 and 1
     # Repeated draws go to the end: 2 is above all random numbers.
     order = jnp.argsort(jnp.where(first, random, 2.0))
     leaf = indexing.read(leaf, order)

@@ -114,7 +114,7 @@ def _sum(a: Any, b: Any) -> Any:
 
 
 def _end_to_end(episodes: Sequence[Episodes]) -> Episodes:
-  """Concatenates episodes along T and adds a leading update axis; empty if there are none."""
+  """Joins the episodes of environments and adds a leading update axis; empty if there are none."""
   if not episodes:
     return Episodes(*(np.zeros((1, 0, 0), dtype) for dtype in (bool, np.float32, np.int32)))
   return jax.tree.map(lambda *x: np.concatenate(x, axis=1)[None], *episodes)

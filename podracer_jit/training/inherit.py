@@ -113,16 +113,18 @@ def _fit(own_arrays: Mapping[str, Any], source_arrays: Mapping[str, Any], source
   return _Fit(tuple(taken), tuple(fresh), problems)
 
 
-def problem_of_shapes(run: build.Run, workdir: Path, update: int) -> str:
+def problem_of_shapes(run: build.Run, workdir: Path, update: int, renews_envs: bool) -> str:
   """Returns the reason why a run cannot go on from a checkpoint; '' if it can.
 
   Args:
     run: the run with the changed config.
     workdir: the workdir of the run.
     update: the update of the checkpoint.
+    renews_envs: whether environments of simulators begin anew.
   """
+  goes_on = run.experiment.keeps_envs or not renews_envs
   items = {'state': run.learner.state_shapes(), 'replay': run.learner.replay_shapes(),
-           'envs': build.kept_env_shapes(run) if run.experiment.keeps_envs else None}
+           'envs': build.kept_env_shapes(run) if goes_on else None}
   if not run.experiment.checkpoint.replay or checkpoints.has_replays_of_groups(workdir, update):
     items['replay'] = None
   for item, shapes in items.items():

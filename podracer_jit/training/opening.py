@@ -139,7 +139,8 @@ def _next_record(run: build.Run, folder: OpenWorkdir, request: Request) -> recor
   update = folder.seen.update
   misfit = ''
   if changes and update is not None:
-    misfit = inherit.problem_of_shapes(run, folder.path, update)
+    renews_envs = request.renew_envs or record.renews(changes)
+    misfit = inherit.problem_of_shapes(run, folder.path, update, renews_envs)
   if misfit:
     names = shorten(', '.join(changes), 600)
     raise OtherExperiment(f'{names}: cannot change in {folder.path}: {misfit}')

@@ -156,13 +156,17 @@ def longest_replay(run: build.Run) -> Longest | None:
 def _before(run: build.Run, saved: Checkpoints, workdir: Path, update: int) -> ForActors:
   """Returns what actors got before the last update, on the learner's mesh."""
   like = jax.eval_shape(run.learner.algorithm.for_actors, run.learner.state_shapes())
-  # The count of steps has the form that the total_steps of that time needed.
-  steps = checkpoints.saved_leaves(workdir, update, 'before').get('steps')
-  restored = saved.restore_item('before', like._replace(steps=steps), update)
+  leaves = checkpoints.leaves(like)
+  # Counts of steps have the form that the total_steps of that time needed.
+  saved_leaves = checkpoints.saved_leaves(workdir, update, 'before')
+  counts = {name for name in leaves if name.rpartition('/')[2] == 'steps' and name in saved_leaves}
+  structure = jax.tree.structure(like)
+  restored = saved.restore_item('before', jax.tree.unflatten(structure, [
+      saved_leaves[name] if name in counts else leaf for name, leaf in leaves.items()]), update)
   restored = placement.replicate(jax.tree.map(jnp.asarray, restored), run.place.mesh)
-  if like.steps is None:
-    return restored
-  return restored._replace(steps=counters.converted(restored.steps, like.steps))
+  return jax.tree.unflatten(structure, [
+      counters.converted(x, leaf) if name in counts else x
+      for (name, leaf), x in zip(leaves.items(), jax.tree.leaves(restored), strict=True)])
 
 
 def _shape_of_actions(run: build.Run, updates: int) -> jax.ShapeDtypeStruct:

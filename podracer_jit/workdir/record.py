@@ -471,6 +471,11 @@ def differences_of_histories(a: Record, b: Record) -> list[str]:
   return lines
 
 
+def renews(changes: Collection[str]) -> bool:
+  """Returns whether a change of these fields begins a segment, with new environments."""
+  return any(name.startswith(_RENEWING) for name in changes)
+
+
 def refusals(changes: Changes, allowed: Collection[str]) -> list[str]:
   """Returns a line for each changed field that is refused; empty if all changes are allowed.
 

@@ -22,7 +22,7 @@ from podracer_jit.losses.algorithm import ForActors
 from podracer_jit.losses.dqn import DQN
 from podracer_jit.losses.r2d2 import R2D2
 from podracer_jit.numerics.groups import Groups
-from podracer_jit.replay import buffer, tree
+from podracer_jit.replay import buffer, slots, tree
 from podracer_jit.types import Experience, Rollout
 from tests.actor.test_rollouts import concatenate
 from tests.made import SPEC, Function, bound
@@ -479,6 +479,21 @@ def test_several_evictions_depend_on_the_td_error_and_not_on_the_slot():
   columns = np.stack([np.ones(50), np.log(error[number]), used / 58], axis=1)
   exponent, by_slot = np.linalg.lstsq(columns, np.log(counts[number]))[0][1:]
   assert abs(exponent + 0.4) < 0.05 and abs(by_slot) < 0.2
+
+
+def test_evictions_from_many_slots_do_not_prefer_the_first_of_a_node():
+  """In a tree of several levels, a second draw chooses the leaf of a node."""
+  count, node = 256, 4096
+  state = slots.init(1, 2**20, jax.ShapeDtypeStruct((), jnp.float32))
+  full = tree.put(state.eviction, jnp.arange(1), jnp.arange(2**20)[None], jnp.ones((1, 2**20)))
+  state = state._replace(eviction=full, room=jnp.zeros(1, jnp.int32))
+  evict = jax.jit(lambda key: slots.evict(state, full, key, 2**20 - count // 2, count)[0])
+  places = []
+  for seed in range(4):
+    after = evict(key(seed))
+    assert int(after.room[0]) == count // 2
+    places.append(np.asarray(after.free[0, :count // 2]) % node / node)
+  assert abs(np.mean(places) - 0.5) < 4 * np.sqrt(1 / 12 / np.size(places))
 
 
 # Copies, and evictions all at once.

@@ -426,7 +426,8 @@ def test_a_check_ends_with_the_sweep_that_asked_for_it(tmp_path):
              '  os._exit(130)\n')
   (tmp_path / 'checks.py').write_text(program)
   done = subprocess.run([sys.executable, tmp_path / 'checks.py'], capture_output=True, text=True,
-                        timeout=120, env=QUICK | {'PYTHONPATH': os.pathsep.join(sys.path)}, check=False)
+                        timeout=120, env=QUICK | {'PYTHONPATH': os.pathsep.join(sys.path)},
+                        check=False)
   assert done.returncode == 130, done.stderr
   child = int(done.stdout)
   until = time.monotonic() + 30

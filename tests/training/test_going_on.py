@@ -3,10 +3,11 @@
 import re
 import shutil
 
+import jax
 import pytest
 
 from podracer_jit.cli import compare, rerun
-from podracer_jit.errors import EnvironmentFailed, Refused
+from podracer_jit.errors import EnvironmentFailed, OtherExperiment, Refused
 from podracer_jit.training import program, restoring, sinks, stopping, trainer
 from podracer_jit.workdir import checkpoints, journal, record
 from tests import made, runs
@@ -90,6 +91,41 @@ def test_actions_after_the_checkpoint_are_cut(run, copy, whole):
   (copy / 'actions' / '1').write_bytes(b'of a segment that was not saved')
   assert runs.train(run, copy)
   assert contents(copy) == contents(whole)
+
+
+@pytest.mark.parametrize('task', ['CartPole-v1', 'gymnax:CartPole-v1'])
+def test_a_changed_exploration_counts_at_once(task, tmp_path):
+  config = changed(small('pqn', task), total_steps=300, loss__epsilon=0.0)
+  assert not runs.train(runs.prepared(config), tmp_path / 'a', stop=2)
+  shutil.copytree(tmp_path / 'a', tmp_path / 'b')
+  random = changed(config, loss__epsilon=1.0)
+  assert runs.train(runs.prepared(config), tmp_path / 'a')
+  assert runs.train(runs.prepared(random), tmp_path / 'b', change=('loss.epsilon',))
+  a, b = (journal.read_receipts(tmp_path / name).by_update for name in 'ab')
+  assert a[2] == b[2] and a[3]['batch'] != b[3]['batch']
+
+
+def test_a_change_that_does_not_fit_the_environments_is_refused(tmp_path):
+  config = changed(small('r2d2', 'CartPole-v1'), num_minibatches=1, total_steps=600,
+                   network__core='gru', loss__n_step=4)
+  config['replay'] |= dict(capacity=64, min_size=16, batch_size=4, gradient_steps=1)
+  assert not runs.train(runs.prepared(config), tmp_path, stop=3)
+  other = runs.prepared(changed(config, loss__n_step=3))
+  replays = [run.learner.replay_shapes() for run in (runs.prepared(config), other)]
+  assert jax.tree.leaves(replays[0]) == jax.tree.leaves(replays[1])
+  with pytest.raises(OtherExperiment, match='loss.n_step: cannot change in .*: '):
+    runs.train(other, tmp_path, change=('loss.n_step',))
+  assert runs.train(other, tmp_path, change=('loss.n_step',), renew_envs=True)
+
+
+def test_sac_goes_on_beyond_two_billion_steps(tmp_path):
+  config = changed(small('sac', 'Pendulum-v1'), scheme='apex_lockstep', num_minibatches=1,
+                   total_steps=2**31 - 1000)
+  config['replay'] |= dict(capacity=256, min_size=64, batch_size=16, gradient_steps=1)
+  assert not runs.train(runs.prepared(config), tmp_path, stop=3)
+  longer = changed(config, total_steps=2**32)
+  assert not runs.train(runs.prepared(longer), tmp_path, stop=5, extend=True)
+  assert max(journal.read_receipts(tmp_path).by_update) == 5
 
 
 def test_other_versions_begin_new_episodes(run, copy, whole, capsys, monkeypatch):
