@@ -110,4 +110,5 @@ def _wait(processes: Sequence[subprocess.Popen]) -> int:
       say(f'[{i}] ended with exit code {code}; the others cannot go on')
     if time.monotonic() > deadline:
       _send(processes, signal.SIGKILL)
-  return abs(code or next((p.returncode for p in processes if p.returncode), 0))
+  code = code or next((p.returncode for p in processes if p.returncode), 0)
+  return 128 - code if code < 0 else code  # of a signal as a shell has it: 2 and 3 mean others

@@ -22,6 +22,7 @@ from podracer_jit.workdir import lock
 # Exit codes of members; one that has just started cannot save, and SIGTERM ends it.
 STOPPED_BY_A_SIGNAL = (STOPPED, INTERRUPTED, -signal.SIGTERM, 128 + signal.SIGTERM)
 _EVERY_S = 0.2
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk, or a user's quota of it
 _GRACE_S = 25.0  # to end after a second signal
 
 
@@ -135,7 +136,7 @@ def train(folder: Folder, plan: Plan, jobs: Jobs, stop: Stopping, board: Board) 
           failed = True
           folder.failed(member, error or f'ended with exit code {code}')
           board.tell(member, State.FAILED, folder.errors[member.name])
-          is_full = is_full or os.strerror(errno.ENOSPC) in error
+          is_full = is_full or any(os.strerror(code) in error for code in _FULL)
         plan.ended(member, code == FINISHED)
       if (stop.asked() or is_full) and not is_ending:
         is_ending = True
