@@ -413,8 +413,8 @@ def test_a_changed_config_is_refused_and_a_changed_placement_is_not(
   args = ['podracer_jit', *RUNS['cleanba impala'], f'--workdir={workdir}']
   assert train.main([*args, '--config.seed=2', '--config.loss.discount=0.9']) == 2
   error = capsys.readouterr().err
-  assert 'loss.discount: 0.99 there, 0.9 now: --change=loss.discount allows it; ' in error
-  assert 'seed: 1 there, 2 now: it cannot change' in error
+  assert '(seed: 1 there, 2 now: it cannot change, as ' in error  # what cannot change comes first
+  assert '; loss.discount: 0.99 there, 0.9 now: --change=loss.discount allows it)' in error
   assert train.main([*args, '--config.placement.env_threads=2', '--config.placement.xla_threads=9',
                      '--config.log.window=5']) == 0
 
