@@ -49,11 +49,11 @@ class Cluster:
     """
     self._cpus = cpus
     self._gpus = gpus
-    self._most_deaths = most_deaths
+    self.most_deaths = most_deaths
     self._spill_folder = spill_folder
     self._spilled = False
     self._looked_s = -math.inf
-    self._counters = Counters()
+    self.counters = Counters()
     self._owner: Any = None
     # Whether all waits end; the owner sets it.
     self.gives_up: Callable[[], bool] = bool
@@ -88,11 +88,14 @@ class Cluster:
         runtime_env={'env_vars': env}, name=None)
     needs = [f'{count:g} {unit}{"s" if count != 1 else ""} (placement.actor_{unit.lower()}s)'
              for count, unit in ((self._cpus, 'CPU'), (self._gpus, 'GPU')) if count]
-    new = Remote(name, lambda life: actor.remote(factory, args(life)), self._most_deaths,
-                 self._counters, lambda pid: tuple(self._lines[pid]), ' and '.join(needs) or 'none',
-                 lambda: self.gives_up())
+    new = Remote(name, lambda life: actor.remote(factory, args(life)),
+                 ' and '.join(needs) or 'none', self)
     self._remotes.append(new)
     return new
+
+  def last_words(self, pid: str) -> Sequence[str]:
+    """See `remote.Shared`."""
+    return tuple(self._lines[pid])
 
   def publish(self, tree: Any) -> ray.ObjectRef:
     """Returns a reference to a copy of the arrays of a tree, which each machine fetches once.
@@ -118,7 +121,7 @@ class Cluster:
     """Returns figures since the last call, and warns if Ray has spilled."""
     self._look_at_spills()
     now = time.perf_counter()
-    counters = self._counters
+    counters = self.counters
     newest = (now, counters.nbytes, counters.gets, counters.get_s)
     seconds, nbytes, gets, get_s = (new - old for new, old in zip(newest, self._last, strict=True))
     self._last = newest

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import ray
 from ray import exceptions
@@ -74,6 +74,17 @@ class Counters:
         setattr(self, name, getattr(self, name) + amount)
 
 
+class Shared(Protocol):
+  """What all remote objects of a run share: a `ray_cluster.Cluster`."""
+
+  most_deaths: int  # deaths in a row, without an answer between them, after which calls fail
+  counters: Counters
+  gives_up: Callable[[], bool]  # asked while a call waits; if it returns True, the wait ends
+
+  def last_words(self, pid: str) -> Sequence[str]:
+    """Returns the last lines that a process printed."""
+
+
 class Remote:
   """An object in a process of the cluster.
 
@@ -81,32 +92,23 @@ class Remote:
   dead one. Calls are answered in order.
   """
 
-  def __init__(self, name: str, begin: Callable[[int], Any], most_deaths: int,
-               counters: Counters, last_words: Callable[[str], Sequence[str]],
-               needs: str, gives_up: Callable[[], bool] = bool, patience_s: float = PATIENCE_S):
+  def __init__(self, name: str, begin: Callable[[int], Any], needs: str, cluster: Shared):
     """Asks the cluster for the first process; returns at once.
 
     Args:
       name: the name of the object for messages, such as 'actor 3'.
       begin: life -> handle of an actor of Ray, a `process.Process`.
-      most_deaths: deaths in a row, without an answer between them, after which calls fail.
-      counters: the counters of all remote objects.
-      last_words: process id -> the last lines that the process printed.
       needs: what a machine must have for the process, in words.
-      gives_up: asked while a call waits; if it returns True, the wait ends.
-      patience_s: seconds of waiting between two warnings.
+      cluster: what all objects of a run share.
     """
     self.name = name
     self.life = 0
     self.about: About | None = None  # of the process; None before it runs
     self._begin = begin
-    self._most_deaths = most_deaths
     self._deaths = 0
-    self._counters = counters
-    self._last_words = last_words
     self._needs = needs
-    self._gives_up = gives_up
-    self._patience_s = patience_s
+    self._cluster = cluster
+    self._patience_s = PATIENCE_S  # seconds of waiting between two warnings
     self._lock = threading.RLock()
     self._start()
 
@@ -161,7 +163,7 @@ class Remote:
           broken = time.perf_counter()
         if time.perf_counter() - broken > self._patience_s:
           self._replace(call.life, error)
-        elif ended() or self._gives_up():
+        elif ended() or self._cluster.gives_up():
           raise Closed(self.name) from None
         else:
           time.sleep(_POLL_S)
@@ -181,7 +183,7 @@ class Remote:
       if answer is not None:
         self._deaths = 0
         return answer
-      if ended() or self._gives_up():
+      if ended() or self._cluster.gives_up():
         raise Closed(self.name)
       self._greet()
       now = time.perf_counter()
@@ -203,7 +205,7 @@ class Remote:
       if not futures.wait([future], _POLL_S).done:
         return None
       value = future.result()
-      self._counters.add(nbytes=header.nbytes, gets=1, get_s=time.perf_counter() - start)
+      self._cluster.counters.add(nbytes=header.nbytes, gets=1, get_s=time.perf_counter() - start)
     if self.about is None:
       self._greet()
     return Answer(value, header.seconds, time.perf_counter() - call.since)
@@ -233,13 +235,13 @@ class Remote:
       cause = _cause(error)
       # Machines may come and go as often as they like.
       self._deaths += cause != _NO_MACHINE
-      if self._deaths >= self._most_deaths:
+      if self._deaths >= self._cluster.most_deaths:
         time.sleep(_LAST_WORDS_S)
-        lines = ' | '.join(self._last_words(pid)) or 'nothing'
+        lines = ' | '.join(self._cluster.last_words(pid)) or 'nothing'
         raise WorkerLost(f'{self.name}: its process died {self._deaths} times in a row without an '
                      f'answer, the last time {place} ({cause}); it printed last: {lines}')
       self.life += 1
-      self._counters.add(restarts=1)
+      self._cluster.counters.add(restarts=1)
       _logger.warning('%s: %s died (%s); life %d begins', self.name, place, cause, self.life)
       self._start()
 

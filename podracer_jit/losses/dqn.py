@@ -62,7 +62,16 @@ class DQN(Algorithm):
 
   def act(self, params: Any, obs: jax.Array, carry: Carry, valid: jax.Array,
           key: jax.Array | None, exploration: jax.Array | None) -> Acted:
-    """Acts epsilon-greedily, or greedily without `exploration`; see `Algorithm.act`."""
+    """Acts epsilon-greedily, or greedily without `exploration`.
+
+    Args:
+      params: of the network.
+      obs: [B, ...].
+      carry: not read.
+      valid: not read.
+      key: PRNG key of the row; None: take the best action.
+      exploration: [B] f32, the probabilities of a random action; None: none is.
+    """
     del carry, valid
     q, value = (x[0] for x in self.network.apply(params, obs[None])[:2])
     return self.acted(q, value, key, exploration)
@@ -92,7 +101,14 @@ class DQN(Algorithm):
 
   def loss(self, params: Params, state: TrainState, batch: Batch, key: jax.Array
            ) -> tuple[jax.Array, Aux]:
-    """Returns the weighted loss of the Q-network; see `Algorithm.loss`."""
+    """Returns the weighted loss of the Q-network, and sums of terms.
+
+    Args:
+      params: of the Q-network, to differentiate.
+      state: its target has the target network.
+      batch: N transitions of the replay, and their importance weights [N].
+      key: not read.
+    """
     del key
     transition = batch.items
 

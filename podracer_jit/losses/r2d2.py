@@ -75,7 +75,16 @@ class R2D2(DQN):
 
   def act(self, params: Any, obs: jax.Array, carry: Carry, valid: jax.Array,
           key: jax.Array | None, exploration: jax.Array | None) -> Acted:
-    """Acts epsilon-greedily, or greedily without `exploration`; see `Algorithm.act`."""
+    """Acts epsilon-greedily, or greedily without `exploration`.
+
+    Args:
+      params: of the network.
+      obs: [B, ...].
+      carry: arrays [B, ...] of the core.
+      valid: [B] bool; False: obs is the last of an episode, and the carry begins anew.
+      key: PRNG key of the row; None: take the best action.
+      exploration: [B] f32, the probabilities of a random action; None: none is.
+    """
     q, value, carry = self.network.apply(params, obs[None], carry, valid[None])
     return self.acted(q[0], value[0], key, exploration)._replace(carry=carry)
 
@@ -139,7 +148,14 @@ class R2D2(DQN):
 
   def loss(self, params: Params, state: TrainState, batch: Batch, key: jax.Array
            ) -> tuple[jax.Array, Aux]:
-    """Returns the weighted loss of the Q-network, with new priorities; see `Algorithm.loss`."""
+    """Returns the weighted loss of the Q-network, sums of terms, and new priorities [N].
+
+    Args:
+      params: of the Q-network, to differentiate.
+      state: its target has the target network.
+      batch: N sequences [L, N, ...] of the replay, and their importance weights [N].
+      key: not read.
+    """
     del key
     rows = batch.items
     q = self.q_values(params, rows)

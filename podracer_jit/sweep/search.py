@@ -23,8 +23,12 @@ _SAMPLERS = ('tpe', 'random')
 _RANGES = {'log': 'both finite and above 0', 'uniform': 'both finite', 'int': 'both whole'}
 _PRUNERS = ('asha',)
 _DIGITS = 3  # of values in a range, so that names and commands stay short
-# Attributes of a trial: its values, the names of its members, and whether it repeats a failed one.
-_FIELDS, _MEMBERS, _AGAIN, _GIVEN_UP = 'fields', 'members', 'again', 'given_up'
+# Attributes of a trial: its values, the names of its members, whether it repeats a failed one, and
+# whether it is to be pruned.
+_FIELDS = 'fields'
+_MEMBERS = 'members'
+_AGAIN = 'again'
+_GIVEN_UP = 'given_up'
 
 
 class Range(NamedTuple):

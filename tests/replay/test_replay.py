@@ -483,7 +483,8 @@ def test_several_evictions_depend_on_the_td_error_and_not_on_the_slot():
 
 def test_evictions_from_many_slots_do_not_prefer_the_first_of_a_node():
   """In a tree of several levels, a second draw chooses the leaf of a node."""
-  count, node = 256, 4096
+  count = 256
+  node = 4096  # slots below a node of the upper tree
   state = slots.init(1, 2**20, jax.ShapeDtypeStruct((), jnp.float32))
   full = tree.put(state.eviction, jnp.arange(1), jnp.arange(2**20)[None], jnp.ones((1, 2**20)))
   state = state._replace(eviction=full, room=jnp.zeros(1, jnp.int32))

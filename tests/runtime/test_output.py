@@ -1,4 +1,4 @@
-"""What is printed, where it cannot be: closed streams and encodings that lack a character."""
+"""Printing to closed streams, and in encodings that lack a character."""
 
 import io
 import sys

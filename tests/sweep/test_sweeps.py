@@ -393,7 +393,8 @@ def test_an_error_of_the_plan_has_all_members_save(tmp_path):
     has_room = True
 
     def __init__(self):
-      self.running, self.calls = [], []
+      self.running = []
+      self.calls = []
 
     def begin(self, member):
       self.running.append(member)

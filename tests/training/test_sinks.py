@@ -248,7 +248,8 @@ def test_parameters_that_do_not_move_are_noticed_after_ten_updates(capsys):
 
 
 def test_a_run_that_goes_on_counts_on(capsys):
-  whole, first = Standstill(), Standstill()
+  whole = Standstill()
+  first = Standstill()
   records = [dict(update=update, grad_norm=0.0, learning_rate=0.1) for update in range(1, 13)]
   expected, resumed = ([dict(record) for record in records] for _ in range(2))
   receipts = [dict(params='a')] * 12
@@ -265,8 +266,9 @@ def test_a_run_that_goes_on_counts_on(capsys):
 
 
 def test_there_is_no_delay_without_a_gradient():
-  """As before a replay is filled."""
-  waits, draws = report([1], cgd=4.0), report([2], cgd=4.0)
+  """Before a replay is filled, updates draw nothing."""
+  waits = report([1], cgd=4.0)
+  draws = report([2], cgd=4.0)
   for item, sampled, age in ((waits, 0.0, 0.0), (draws, 32.0, 2.5)):
     item.metrics.update(sampled=np.array([sampled]), sampled_age=np.array([age]))
   m = meter()
