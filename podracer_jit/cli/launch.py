@@ -111,4 +111,5 @@ def _wait(processes: Sequence[subprocess.Popen]) -> int:
     if time.monotonic() > deadline:
       _send(processes, signal.SIGKILL)
   code = code or next((p.returncode for p in processes if p.returncode), 0)
-  return 128 - code if code < 0 else code  # of a signal as a shell has it: 2 and 3 mean others
+  # A signal counts as in a shell: 2 and 3 already mean refused and stopped.
+  return 128 - code if code < 0 else code

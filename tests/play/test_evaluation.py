@@ -801,3 +801,18 @@ def test_a_video_that_cannot_be_written_is_an_error(tmp_path):
   agent = _agent('Catch-v0', _always(1, 3))
   with pytest.raises(OSError, match='could not write'):
     video.film(agent, tmp_path / 'nowhere' / 'x.mp4', evaluation.Settings(1, 1, 0, 100))
+
+
+@pytest.mark.parametrize('name', ['-smoke.mp4', 'pong:smoke.mp4', 'with space.gif'])
+def test_a_video_may_have_any_name(name, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  with video._encoder(Path(name), (4, 4), 10.0) as frames:
+    frames.write(bytes(4 * 4 * 3))
+  assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_path_of_a_video_is_one_of_the_user(tmp_path, monkeypatch):
+  monkeypatch.setenv('HOME', str(tmp_path))
+  assert video.chosen_path('--video', '~/x.mp4', Path('run')) == tmp_path / 'x.mp4'
+  with pytest.raises(ValueError, match='gs://bucket/x.mp4: is an address, not a path'):
+    video.chosen_path('--video', 'gs://bucket/x.mp4', Path('run'))

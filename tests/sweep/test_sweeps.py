@@ -275,6 +275,21 @@ def test_dry_changes_nothing_and_leaves_out_what_has_ended(tmp_path, capsys):
   assert {path: path.is_file() and path.read_text() for path in tmp_path.rglob('*')} == before
 
 
+@pytest.mark.parametrize('grid', ['placement.actor_devices=(0,),(0,1)',
+                                  'placement.actor_platform=gpu'])
+def test_members_may_have_devices_of_their_own(tmp_path, capsys, grid):
+  args = ['--config=impala_catch:smoke', '--config.num_shards=2', '--config.num_grad_shards=2']
+  assert verb.main(['podracer_jit sweep', *args, f'--out={tmp_path / "x"}', '--dry',
+                    f'--grid={grid}']) == 0
+  assert capsys.readouterr().out.count('--workdir=') == grid.count('(') or 1
+
+
+def test_the_last_of_several_seeds_is_checked_too(tmp_path, capsys):
+  assert refused(capsys, '--config=pqn_cartpole:smoke', '--config.env.task=gymnax:CartPole-v1',
+                 f'--out={tmp_path / "x"}', '--seeds=2147483646:2147483648').endswith(
+                     'seed: must be below 2^31, got 2147483648')
+
+
 def test_dry_prints_commands_and_leaves_nothing(tmp_path, capsys):
   assert verb.main(['podracer_jit sweep', *SMOKE, f'--out={tmp_path / "x"}', '--dry',
                     '--grid=network.hidden=(8,8)']) == 0
