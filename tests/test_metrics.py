@@ -61,7 +61,7 @@ def test_all_that_an_algorithm_writes_is_in_the_table(loss):
 def test_all_that_is_in_the_table_is_written():
   cluster = Cluster.metrics(types.SimpleNamespace(
       _look_at_spills=lambda: None, _remotes=(), _last=(0.0, 0, 0, 0.0),
-      _counters=types.SimpleNamespace(nbytes=0, gets=0, get_s=0.0, restarts=0)))
+      counters=types.SimpleNamespace(nbytes=0, gets=0, get_s=0.0, restarts=0)))
   of_algorithms = {name for loss in ALGORITHMS for name in written(loss) if '.' not in name}
   assert of_algorithms | cluster.keys() | {WARNING, EVAL_WAIT_S, DEVICE_MEMORY} == {
       name for name in metrics.UPDATES if '.' not in name}

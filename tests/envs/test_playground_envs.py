@@ -178,7 +178,7 @@ def test_options_are_fields_of_the_tasks_configuration():
     ('Cartpole', {}, 'env.task: MuJoCo Playground has no task .*Cartpole.*playground:CartpoleSw'),
     ('CartpoleBalance', {'gravity': 1.0}, 'env.gravity: not an option of playground:Cartpole'),
     ('CartpoleBalance', {'vision_config': {'nworlds': 1}},
-     'env.vision_config.nworlds: not an option of .*did you mean vision_config.nworld'),
+     'env.vision_config.nworlds: not an option of .*did you mean env.vision_config.nworld'),
     ('CartpoleBalance', {'sim_dt': 'low'}, "env.sim_dt: must be of type float, got 'low'"),
     ('CartpoleBalance', {'episode_length': 0}, 'env.episode_length: must be at least 1, got 0'),
     ('CartpoleBalance', {'impl': 'warp'}, "env.impl: must be 'jax', got 'warp'"),

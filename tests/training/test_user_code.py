@@ -74,7 +74,7 @@ def get_config(arg=''):
 
 
 @pytest.mark.parametrize('arg, code, text', [
-    ('smoke', 0, 'finished at update 6'), ('exits', 2, '--config: SystemExit: 4')])
+    ('smoke', 0, 'finished at update 6'), ('exits', 2, '--config (own.py, line 8): SystemExit: 4')])
 def test_a_config_may_print_and_one_that_exits_is_refused(arg, code, text, tmp_path):
   (tmp_path / 'own.py').write_text(CONFIG)
   done = processes.run(processes.command(f'--config=own.py:{arg}', '--workdir=run'), cwd=tmp_path)
@@ -94,7 +94,8 @@ def test_a_module_that_exits_is_refused(where, tmp_path, monkeypatch):
   config = pj.load_config('ppo_cartpole:smoke')
   section, field = where.split('.')
   if field == 'name':
-    with pytest.raises(ValueError, match='network.name: leaves.py fails: SystemExit: 3'):
+    message = r'network.name: leaves.py fails \(leaves.py, line 1\): SystemExit: 3'
+    with pytest.raises(ValueError, match=message):
       pj.choose(config, section, part)
   else:
     config.env.task = part
