@@ -42,6 +42,12 @@ def test_help_lists_the_verbs_before_the_flags(capsys):
   assert places == sorted(places) and places[-1] < out.index('--workdir:')
 
 
+def test_the_version_is_that_of_the_package(capsys):
+  assert main.main(['podracer_jit', '--version']) == 0
+  declared = re.search(r'^version = (.+)$', (ROOT / 'setup.cfg').read_text(), re.MULTILINE)
+  assert capsys.readouterr().out == f'podracer_jit {declared[1]}\n'
+
+
 def test_every_verb_has_a_module_and_every_module_a_verb():
   modules = {path.stem for path in Path(main.__file__).parent.glob('[!_]*.py')}
   assert modules - {'main', 'arguments', 'deep', 'remake', 'runs'} == set(main.VERBS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.metadata
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from podracer_jit.errors import FAILED, INTERRUPTED, REFUSED
+from podracer_jit.errors import FAILED, FINISHED, INTERRUPTED, REFUSED
 from podracer_jit.options import hint
 from podracer_jit.runtime.output import complain, give_up_lost_streams
 from podracer_jit.training import stopping
@@ -36,6 +37,7 @@ HELP = """Trains, or runs a verb:
   podracer_jit --config=configs/pong_laptop.py --workdir=runs/pong
   podracer_jit --config=pong_laptop --help    lists the fields of a config
   podracer_jit evaluate --workdir=runs/pong
+  podracer_jit --version
 
 Verbs (podracer_jit VERB --help explains each):
 
@@ -57,6 +59,9 @@ def main(argv: Sequence[str]) -> int:
     if verb not in VERBS:
       complain(f'podracer_jit: {_no_command(verb)}')
       return REFUSED
+  elif args == ['--version']:
+    print(f'podracer_jit {importlib.metadata.version("podracer_jit")}')
+    return FINISHED
   elif _asks_for_help(args):
     print(f'{HELP}\n')
   with stopping.handled():

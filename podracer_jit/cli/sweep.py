@@ -102,12 +102,14 @@ def main(argv: Sequence[str]) -> int:
             say(shlex.join(member.command(out)))
         return FINISHED
       folder.began(['podracer_jit', 'sweep', *argv[1:]])
-      folder.write()
       if array:
-        return _submitted(array, folder, prepared.members, values.jobs)
+        code = _submitted(array, folder, prepared.members, values.jobs)
+        folder.write()
+        return code
+      jobs = stack.enter_context(_jobs(out, values, prepared))
+      folder.write()
       wait_until_saved(out, [member for member in prepared.members
                              if not folder.has_ended(member)])
-      jobs = stack.enter_context(_jobs(out, values, prepared))
     stop.begin_training()
     board = stack.enter_context(contextlib.closing(Board(out, prepared.sizes)))
     count = len(prepared.members)

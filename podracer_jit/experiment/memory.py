@@ -155,7 +155,7 @@ def _moments(run: build.Run) -> tuple[list[Part], list[Part]]:
                          ('num_epochs', *rollout_fields)))
     learning.append(Part('observations of a pass of the network', _pass_bytes(run),
                          _place(device), rollout_fields))
-    learning.append(Part("a gradient step's batch", _drawn_bytes(run), _place(device),
+    learning.append(Part('items of a pass of the network', _drawn_bytes(run), _place(device),
                          ('replay.batch_size',)))
   return always + acting, always + learning
 
@@ -261,10 +261,15 @@ def _pass_bytes(run: build.Run) -> int:
 
 
 def _drawn_bytes(run: build.Run) -> int:
-  """Returns the bytes of the transitions that a gradient step draws, on one device."""
-  if not run.experiment.algorithm.learns_from_replay:
+  """Returns the bytes of the items of a pass of the network, on one device; 0 without a replay."""
+  experiment = run.experiment
+  if not experiment.algorithm.learns_from_replay:
     return 0
-  return nbytes(drawn_shapes(run)) // run.place.mesh.size
+  source = run.learner.source
+  passes = num_microbatches(source.group_batch, experiment.items.network_rows,
+                            experiment.microbatch_rows)
+  groups_at_once = source.groups.local if source.groups.together else 1
+  return nbytes(drawn_shapes(run)) * groups_at_once // (source.groups.count * passes)
 
 
 def drawn_shapes(run: build.Run) -> Any:

@@ -80,6 +80,17 @@ def test_the_observations_of_a_pass_are_among_what_a_program_allocates(fields, r
   assert program.memory_analysis().temp_size_in_bytes >= needed
 
 
+def test_drawn_items_are_those_of_one_pass_of_the_network():
+  """Groups learn one after the other, and so do their microbatches."""
+  sizes = []
+  for fields in ({}, dict(num_grad_shards=2), dict(num_grad_shards=2, microbatch_rows=4)):
+    run = fresh(changed(CASES['replay'], **fields))
+    sizes += [part.nbytes for part in memory.estimate(run)
+              if part.name == 'items of a pass of the network']
+  whole = memory.nbytes(memory.drawn_shapes(run))
+  assert sizes == [whole, whole // 2, whole // 8]
+
+
 @pytest.mark.parametrize('task', ['CartPole-v1', 'gymnax:CartPole-v1'])
 def test_actors_of_one_program_are_counted_once_on_any_mesh(task):
   """Each device has its share of the environments; simulators are on one device."""
