@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from podracer_jit.cli import configs, envs, main, train
+from podracer_jit.cli import compare, configs, envs, main, train
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.families import tasks as tasks_by_family
 from tests import extras, processes
@@ -46,6 +46,18 @@ def test_the_version_is_that_of_the_package(capsys):
   assert main.main(['podracer_jit', '--version']) == 0
   declared = re.search(r'^version = (.+)$', (ROOT / 'setup.cfg').read_text(), re.MULTILINE)
   assert capsys.readouterr().out == f'podracer_jit {declared[1]}\n'
+
+
+@pytest.mark.parametrize('steps_b, heading, row', [
+    (0, ['update', 'steps', 'return', 'A', 'return', 'B'], ['2', '200', '2.00', '-']),
+    (50, ['update', 'steps', 'A', 'steps', 'B', 'return', 'A', 'return', 'B'],
+     ['2', '200', '250', '2.00', '-'])])
+def test_the_curves_of_two_runs_stand_at_the_steps_of_each(steps_b, heading, row, capsys):
+  a = [dict(update=k, steps=100 * k, episode_return=float(k)) for k in (1, 2, 3)]
+  b = [dict(update=k, steps=100 * k + steps_b, episode_return=None) for k in (1, 2)]
+  compare.print_curves(a, b)
+  lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+  assert (lines[0], lines[-1], len(lines)) == (heading, row, 3)
 
 
 def test_every_verb_has_a_module_and_every_module_a_verb():

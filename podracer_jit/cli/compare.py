@@ -172,9 +172,12 @@ def print_curves(metrics_a: Sequence[dict], metrics_b: Sequence[dict]) -> None:
   pairs = [(record, by_update[record['update']]) for record in metrics_a
            if record['update'] in by_update]
   step = max(1, -(-len(pairs) // ROWS))
-  print(f'{"update":>8} {"steps":>12} {"return A":>10} {"return B":>10}')
+  # Runs with other batches have other steps at the same update.
+  same_steps = all(a['steps'] == b['steps'] for a, b in pairs)
+  steps = ('steps',) if same_steps else ('steps A', 'steps B')
+  print(f'{"update":>8}', *(f'{name:>12}' for name in steps), f'{"return A":>10} {"return B":>10}')
   # Counted from the end, so that the last update is among the rows.
   for a, b in pairs[::-1][::step][::-1]:
     values = (f'{"-" if x is None else f"{x:.2f}":>10}'
               for x in (a['episode_return'], b['episode_return']))
-    print(f'{a["update"]:>8} {a["steps"]:>12,}', *values)
+    print(f'{a["update"]:>8}', *(f'{x["steps"]:>12,}' for x in (a, b)[:len(steps)]), *values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import shutil
+import itertools
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -132,8 +132,8 @@ class Agent:
     """Writes the files that every saved agent has, and `contents`, to a new folder in one step."""
     check_new(folder)
     # The folder gets its name in one step, once it is complete.
-    draft = folder.with_name(folder.name + _DRAFT)
-    shutil.rmtree(draft, ignore_errors=True)
+    drafts = (folder.with_name(f'{folder.name}{_DRAFT}{k or ""}') for k in itertools.count())
+    draft = next(path for path in drafts if not path.exists())
     draft.mkdir(parents=True)
     params = jax.device_get(self.player.params)
     record.new(self.experiment.fields).write(draft)
@@ -237,8 +237,10 @@ def check_new(folder: Path) -> None:
   """Checks that an agent may be written to a folder.
 
   Raises:
-    ValueError: there is something of that name already.
+    ValueError: there is something of that name already, or it is the current folder.
   """
+  if folder.resolve() == Path.cwd():
+    raise ValueError(f'{folder} is the current folder, which cannot be replaced; name another')
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise ValueError(f'{folder} exists; choose another name, as nothing saved is overwritten')
 

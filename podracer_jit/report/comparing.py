@@ -130,22 +130,24 @@ def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
   for name in set(names):
     same = [i for i, other in enumerate(names) if other == name]
     fields = differing([groups[i] for i in same])
-    # First the fields that tell most groups apart.
-    order = sorted(fields, key=lambda field: -len(set(fields[field])))
+    # First the fields that tell most groups apart, and of these the names of parts, as other fields
+    # are those of a part.
+    order = sorted(fields, key=lambda field: (-len(set(fields[field])),
+                                              not field.endswith('.name')))
     chosen: list[str] = []
     for field in order:
       if len(set(zip(*(fields[x] for x in chosen), strict=True))) == len(same):
         break
       chosen.append(field)
     for k, i in enumerate(same):
-      parts = [f'{field.rpartition(".")[2]} {fields[field][k]}' for field in chosen[:_NAMED]]
+      parts = [f'{_label(field)} {fields[field][k]}' for field in chosen[:_NAMED]]
       names[i] = shorten(', '.join([name, *parts]), 80)
-  counts: dict[str, int] = {}
-  unique = []
-  for name in names:
-    counts[name] = counts.get(name, 0) + 1
-    unique.append(f'{name} ({counts[name]})' if counts[name] > 1 else name)
-  return unique
+  return reading.distinct(names)
+
+
+def _label(field: str) -> str:
+  """Returns the last word of a field's name; of a part's name, its section says more."""
+  return field.removesuffix('.name').rpartition('.')[2]
 
 
 def compare(runs: Sequence[Run]) -> Comparison:

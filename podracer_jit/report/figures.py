@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape, quoteattr
@@ -105,7 +106,10 @@ def _label(figure: Figure, axes: Axes, x_label: str, y_label: str = '') -> None:
 
 def _svg(figure: Figure) -> str:
   text = io.StringIO()
-  figure.savefig(text, format='svg', metadata={'Date': None, 'Creator': None})
+  with warnings.catch_warnings():
+    # The text stays text, so the reader's fonts count, and not those that matplotlib has.
+    warnings.filterwarnings('ignore', r'Glyph \d+ ')
+    figure.savefig(text, format='svg', metadata={'Date': None, 'Creator': None})
   svg = text.getvalue()
   svg = svg[svg.index('<svg'):]
   svg = re.sub(r'<metadata>.*?</metadata>|<!--.*?-->', '', svg, flags=re.DOTALL)

@@ -8,7 +8,6 @@ import numpy as np
 
 from podracer_jit import metrics
 from podracer_jit.report.reading import Run
-from podracer_jit.workdir import journal
 
 FEW_EPISODES = 10
 _EXPLODES = 1e3  # times the median of the first tenth
@@ -30,8 +29,11 @@ def findings(run: Run) -> list[str]:
 
 
 def _part(run: Run, name: str, share: float) -> np.ndarray:
-  """Returns the finite values of the last share of the updates, or of the first if it is < 0."""
-  values = run.column(name)
+  """Returns the finite values of the last share of the updates, or of the first if it is < 0.
+
+  Updates that draw nothing from a replay, such as the first ones, have no values of a learner.
+  """
+  values = np.where(run.column('sampled') == 0, np.nan, run.column(name))
   count = max(1, int(abs(share) * len(values)))
   values = values[-count:] if share > 0 else values[:count]
   return values[np.isfinite(values)]
@@ -106,16 +108,12 @@ def wait_shares(run: Run) -> dict[str, float]:
   """Returns the share of the time of training in which each side waits; 0 if it is not known."""
   elapsed = run.column('elapsed_s')
   updates = run.column('update')
-  headers = run.receipts.headers
-  every = headers[-1].get(journal.EVERY, 1) if headers else 1
-  shares = {}
-  for side in ('actor', 'learner', 'eval'):
-    # Lines of a long run are a sample. A wait is that of the line's own update, but for evaluations
-    # that since the line before.
+  totals = {}
+  for side in ('actor', 'learner'):
+    # Lines of a long run are a sample. A wait is that of the line's own update.
     waits = run.column(f'{side}_wait_s')
     known = np.isfinite(waits)
-    total = waits[known].mean() * updates[-1] if known.any() else 0.0
-    if side == 'eval' and isinstance(every, int):
-      total /= max(1, every)
-    shares[side] = float(total / elapsed[-1]) if len(elapsed) and elapsed[-1] > 0 else 0.0
-  return shares
+    totals[side] = waits[known].mean() * updates[-1] if known.any() else 0.0
+  totals['eval'] = run.eval_wait_s
+  has_time = len(elapsed) and elapsed[-1] > 0
+  return {side: float(total / elapsed[-1]) if has_time else 0.0 for side, total in totals.items()}

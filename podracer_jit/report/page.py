@@ -31,6 +31,9 @@ from podracer_jit.workdir import files
 
 INDEX = 'index.html'
 FIGURES = 'figures'  # folder of the SVGs
+_TABLES = ('runs.csv', 'curves.csv', 'scores.csv', 'aggregates.csv', 'final.csv')
+_PICTURE = re.compile(r'(curve|aggregate|scores|speed|metric)-.*|performance-profiles(-\d+)?|'
+                      r'probability-of-improvement(-\d+)?')  # names of figures
 MOST_BYTES = 5_000_000  # of index.html
 _LABELS = {'steps': 'Steps', 'frames': 'Frames', 'wall': 'Wall time'}
 _TEMPLATE = Path(__file__).parent / 'page.html'
@@ -149,12 +152,21 @@ def write(report: Report, folder: Path) -> None:
     OSError: a file cannot be written.
   """
   files.make_folder(folder / FIGURES)
+  if (folder / INDEX).exists():
+    for path in _files_of_earlier(folder):
+      files.remove(path)
   # Not by `files.write`, which waits until a file is on the disk: there may be hundreds.
   for name, text in report.pictures.items():
     (folder / FIGURES / name).write_text(text, encoding='utf-8')
   for name, text in report.tables.items():
     (folder / name).write_text(text, encoding='utf-8')
   files.write(folder / INDEX, report.html)
+
+
+def _files_of_earlier(folder: Path) -> Iterator[Path]:
+  """Yields the figures and tables of an earlier report in a folder; other files are a user's."""
+  yield from (folder / name for name in _TABLES)
+  yield from (path for path in (folder / FIGURES).glob('*.svg') if _PICTURE.fullmatch(path.stem))
 
 
 def _version() -> str:
@@ -183,6 +195,7 @@ def _small_enough(content: dict[str, Any]) -> str:
       axis = axes.pop(0)
       for task in curves['tasks']:
         task['figures'].pop(axis, None)
+      curves['axes'] = [(name, words) for name, words in curves['axes'] if name != axis]
       curves['dropped'] = (f'The page would be too large with all figures: those of each task over '
                            f'other axes than steps are in the folder {FIGURES}/.')
     elif curves and len(curves['tasks']) > 1:
@@ -240,7 +253,8 @@ def _last(run: Run, name: str) -> float:
 
 def _facts(comparison: Comparison, runs: Sequence[Run]) -> list[tuple[str, str]]:
   finished = sum(run.state == 'finished' for run in runs)
-  walls = [_last(run, 'wall_s') for run in runs]
+  # Seeds that one program has trained began at one time, and share its time.
+  walls = {repr(run.starts) if run.starts else run.name: _last(run, 'wall_s') for run in runs}
   facts = [('Runs', f'{len(runs):,}'), ('Finished', f'{finished:,} of {len(runs):,}')]
   tasks = comparing.tasks_of(runs)
   if len(runs) == 1:
@@ -251,7 +265,7 @@ def _facts(comparison: Comparison, runs: Sequence[Run]) -> list[tuple[str, str]]
   else:
     facts += [('Groups', f'{len(comparison.groups):,}'), ('Tasks', f'{len(tasks):,}')]
   return [*facts, ('Steps in all', figures.number(sum(run.steps for run in runs))),
-          ('Time in all', _hours(float(np.nansum(walls))))]
+          ('Time in all', _hours(float(np.nansum([*walls.values()]))))]
 
 
 def _lead(comparison: Comparison, runs: Sequence[Run]) -> str:
@@ -429,9 +443,8 @@ def _scores(comparison: Comparison, pictures: _Pictures) -> dict[str, Any] | Non
   rows = []
   for a, b in pairs:
     x, y = groups[a].name, groups[b].name
-    shared = comparison.common_tasks([x, y])
-    rows.append((f'{x[common:]} > {y[common:]}', a, statistics.improvement(
-        comparison.scores(x, shared), comparison.scores(y, shared))))
+    rows.append((f'{x[common:]} > {y[common:]}', a,
+                 statistics.improvement(scores[x], scores[y])))
   improvement = None
   if rows:
     improvement = pictures.add('probability-of-improvement', 'Probability of improvement',
@@ -472,19 +485,26 @@ class _Final(NamedTuple):
 def _finals(run: Run) -> dict[str, _Final]:
   """Returns the measurements of a run by kind, the best kind first."""
   results = {}
+  trained = [record for record in run.evaluations if isinstance(record.get('mean'), int | float)]
   good = [record for record in run.commands
-          if isinstance(record['statistics'].get('mean'), int | float)]
+          if isinstance(record['statistics'].get('mean'), int | float) and _is_usual(run, record)
+          and (not trained or record['update'] >= trained[-1]['update'])]
   if good:
     # Of the newest checkpoint: the evaluation with the most episodes, and of these the last.
     record = max(good, key=lambda record: (record['update'], record.get('num_episodes') or 0,
                                            str(record.get('time'))))
     results['evaluate'] = _final_of(record['statistics'], record, 'podracer_jit evaluate')
-  trained = [record for record in run.evaluations if isinstance(record.get('mean'), int | float)]
   if trained:
     results['evaluation'] = _final_of(trained[-1], trained[-1], 'evaluation while training')
   if run.steps and math.isfinite(_last(run, comparing.RETURN)):
     results['training'] = _Final(_last(run, comparing.RETURN), math.nan, 0, 'training return')
   return results
+
+
+def _is_usual(run: Run, record: Mapping[str, Any]) -> bool:
+  """Returns whether a command evaluated the run's own task, and explored no more than it asks."""
+  return not record.get('env') and record.get('epsilon', 0.0) in (
+      0.0, run.config.get('eval.epsilon', 0.0))
 
 
 def _final_of(values: Mapping[str, Any], record: Mapping[str, Any], source: str) -> _Final:
@@ -500,10 +520,13 @@ def _final(comparison: Comparison) -> dict[str, Any] | None:
   tasks = comparing.tasks_of([run for group in comparison.groups for run in group.runs])
   for task in tasks:
     for group in comparison.groups:
-      runs = [(run, finals) for run in group.of_task(task) if (finals := _finals(run))]
+      of_task = group.of_task(task)
+      # Those that are compared, if any are: a run that broke off, or a copy, is no further seed.
+      chosen = [run for run in of_task if run.name in comparison.compared] or of_task
+      runs = [(run, finals) for run in chosen if (finals := _finals(run))]
       if not runs:
-        word = 'no episode has ended' if group.of_task(task) else 'not run'
-        rows.append([task, group.name, 0, word, *['-'] * (4 if _any_human(tasks) else 3)])
+        word = 'no episode has ended' if of_task else 'not run'
+        rows.append([task, group.name, 0, '-', word, *['-'] * (4 if _any_human(tasks) else 3)])
         continue
       kind = next(kind for kind in ('evaluate', 'evaluation', 'training', None)
                   if kind is None or all(kind in finals for _, finals in runs))
@@ -518,7 +541,9 @@ def _final(comparison: Comparison) -> dict[str, Any] | None:
       sources = ', '.join(dict.fromkeys(final.source for final in finals))
       nearest = task_sets.nearest(task, runs[0][0].algorithm, max(run.steps for run, _ in runs))
       interval = _range(estimate) + (f' ({over})' if estimate.known and over != 'seeds' else '')
-      rows.append([task, group.name, len(runs), _value(estimate.value), interval,
+      lengths = sorted({run.steps for run, _ in runs})
+      steps = ' to '.join(f'{length:,}' for length in dict.fromkeys((lengths[0], lengths[-1])))
+      rows.append([task, group.name, len(runs), steps, _value(estimate.value), interval,
                    *([_value(human)] if _any_human(tasks) else []),
                    f'{nearest.score:,.6g} ({nearest.title})' if nearest else '-', sources])
       exact.append([task, group.name, len(runs), *estimate, over, human, sources])
@@ -531,14 +556,15 @@ def _final(comparison: Comparison) -> dict[str, Any] | None:
   human = '|#Human-normalised' if _any_human(tasks) else ''
   without = [task for task in tasks if not task_sets.published(task)]
   return dict(
-      table=_table(f'Task|Group|#Seeds|#Mean return|#95%{human}|~Nearest published|'
+      table=_table(f'Task|Group|#Seeds|#Steps|#Mean return|#95%{human}|~Nearest published|'
                    '~Source', rows),
       published=_table('Task|#Return|#Deviation|~Program|~Protocol|~Source', published)
       if published else None,
       no_published=', '.join(without), exact=exact,
-      words='The newest evaluation of each run; without one, the mean return of its last training '
-            'episodes. With several seeds the interval is a bootstrap over seeds; with one, 1.96 '
-            'standard errors over its episodes.')
+      words='The newest evaluation of each run that is compared, on its task as it was trained; '
+            'without one, the mean return of its last training episodes. With several seeds the '
+            'interval is a bootstrap over seeds; with one, 1.96 standard errors over its '
+            'episodes.')
 
 
 def _any_human(tasks: Sequence[str]) -> bool:

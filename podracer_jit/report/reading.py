@@ -6,7 +6,9 @@ of it is taken, and what is wrong is noted in words.
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +32,7 @@ TOTAL = 'total_steps'
 _MOST_LINES = 1000  # of metrics.jsonl that are read, at equal distances
 _DEPTH = 4  # folders below one that is given
 _LINE = {'update': int, 'steps': int}
+_EVAL_WAIT = re.compile(rb'"eval_wait_s": ([0-9.e+-]*[0-9])')
 
 
 class Run(NamedTuple):
@@ -49,6 +52,7 @@ class Run(NamedTuple):
   error: str  # that the sweep noted; '' if none
   notes: Sequence[str]  # what is wrong with its files
   pruned: bool = False  # a search has given it up
+  eval_wait_s: float = 0.0  # that training has waited for evaluations, in all
 
   @property
   def task(self) -> str:
@@ -89,15 +93,13 @@ class Run(NamedTuple):
     """A word for what has become of the run."""
     if self.running:
       return 'running'
+    if self.steps and self.total is not None and self.steps >= self.total:
+      return 'finished'  # whatever a sweep noted of it before
     if self.error:
       return 'failed'
     if self.pruned:
       return 'pruned'
-    if not self.steps:
-      return 'not begun'
-    if self.total is not None and self.steps >= self.total:
-      return 'finished'
-    return 'stopped'
+    return 'stopped' if self.steps else 'not begun'
 
   @property
   def wall(self) -> np.ndarray:
@@ -114,8 +116,9 @@ def read(paths: Sequence[Path]) -> list[Run]:
   """
   errors: dict[Path, str] = {}
   pruned: set[Path] = set()
-  unbegun: dict[Path, Mapping[str, Any]] = {}
-  folders: dict[Path, None] = {}
+  unbegun: dict[Path, tuple[Path, Mapping[str, Any]]] = {}
+  # By the place on the disk, since one folder may be given in several ways.
+  folders: dict[Path, Path] = {}
   for path in paths:
     if not path.is_dir():
       raise ValueError(f'{path}: is no folder' if path.exists() else f'{path}: does not exist')
@@ -124,20 +127,23 @@ def read(paths: Sequence[Path]) -> list[Run]:
     for folder in _sweeps(path):
       for member, entry in _members(folder):
         has_members = True
+        place = member.resolve()
         if entry.get('error'):
-          errors[member] = shorten(str(entry['error']), 300)
+          errors[place] = shorten(str(entry['error']), 300)
         if entry.get('pruned') is True:
-          pruned.add(member)
+          pruned.add(place)
         if not any(workdir == member or member in workdir.parents for workdir in inside):
-          unbegun[member] = entry
+          unbegun.setdefault(place, (member, entry))
     if not inside and not has_members:
       raise ValueError(f'{path}: there is no run in it (no {CONFIG})')
-    folders |= dict.fromkeys(inside)
-  names = _names([*folders, *unbegun])
-  runs = [_read(folder, names[folder], _error_of(folder, errors))._replace(
-      pruned=folder in pruned) for folder in folders]
-  return runs + [_unbegun(folder, names[folder], entry, errors.get(folder, ''))
-                 for folder, entry in unbegun.items() if folder not in folders]
+    for folder in inside:
+      folders.setdefault(folder.resolve(), folder)
+  unbegun = {place: unbegun[place] for place in unbegun if place not in folders}
+  names = _names([*folders.values(), *(folder for folder, _ in unbegun.values())])
+  runs = [_read(folder, names[folder], _error_of(place, errors))._replace(pruned=place in pruned)
+          for place, folder in folders.items()]
+  return runs + [_unbegun(folder, names[folder], entry, errors.get(place, ''))
+                 for place, (folder, entry) in unbegun.items()]
 
 
 def _is_workdir(path: Path) -> bool:
@@ -198,9 +204,9 @@ def commands_of_sweeps(paths: Sequence[Path]) -> list[list[str]]:
   return commands
 
 
-def _error_of(folder: Path, errors: Mapping[Path, str]) -> str:
+def _error_of(place: Path, errors: Mapping[Path, str]) -> str:
   """Returns the error of a workdir's member, which may have several workdirs."""
-  return next((errors[path] for path in (folder, folder.parent) if path in errors), '')
+  return next((errors[path] for path in (place, place.parent) if path in errors), '')
 
 
 def _names(folders: Sequence[Path]) -> dict[Path, str]:
@@ -212,8 +218,18 @@ def _names(folders: Sequence[Path]) -> dict[Path, str]:
   common = min(common, min(map(len, parts)) - 1)
   if len(folders) == 1:
     common = len(parts[0]) - 1
-  return {folder: shorten('/'.join(x[common:]), 120)
-          for folder, x in zip(folders, parts, strict=True)}
+  short = [shorten('/'.join(x[common:]), 120) for x in parts]
+  return dict(zip(folders, distinct(short), strict=True))
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+  """Returns names of which no two are equal: the second of a name gets (2), and so on."""
+  counts: dict[str, int] = {}
+  unique = []
+  for name in names:
+    counts[name] = counts.get(name, 0) + 1
+    unique.append(f'{name} ({counts[name]})' if counts[name] > 1 else name)
+  return unique
 
 
 def _read(path: Path, name: str, error: str) -> Run:
@@ -223,13 +239,28 @@ def _read(path: Path, name: str, error: str) -> Run:
   history = content.get('history')
   stages = history.get('stages') if isinstance(history, dict) else None
   return Run(
-      name=name, path=path, config=flat(from_json(content['config'])),
+      name=name, path=path, config=flat(_completed(from_json(content['config']), content)),
       metrics=_metrics(path, notes), evaluations=_lines(path / EVALUATIONS),
       commands=[line for line in _lines(path / COMMANDS)
                 if isinstance(line.get('statistics'), dict)],
       receipts=_receipts(path, notes), versions=content['versions'], starts=starts,
       stages=len(stages) if isinstance(stages, list) and stages else 1,
-      running=lock.is_held(path), error=error, notes=notes)
+      running=lock.is_held(path), error=error, notes=notes, eval_wait_s=_eval_wait_s(path))
+
+
+def _completed(config: Mapping[str, Any], content: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Returns a config of an earlier version with the options that were added since.
+
+  Else runs of two versions would be of two groups. Configs with parts of a user's own stay as they
+  are, since nothing of theirs is imported.
+  """
+  if content['versions'].get('podracer_jit') in (None, importlib.metadata.version('podracer_jit')):
+    return config
+  from podracer_jit.experiment import modules, schema  # they import JAX
+  try:
+    return config if modules.named(config) else schema.complete(config)
+  except (ValueError, KeyError, TypeError, AttributeError):  # garbled, or of a later version
+    return config
 
 
 def _unbegun(path: Path, name: str, entry: Mapping[str, Any], error: str) -> Run:
@@ -291,6 +322,18 @@ def _metrics(path: Path, notes: list[str]) -> dict[str, np.ndarray]:
   columns = {name: _column([line.get(name) for line in lines]) for name in names}
   return {name: column for name, column in columns.items()
           if np.isfinite(column).any() or _is_number(last.get(name))}
+
+
+def _eval_wait_s(path: Path) -> float:
+  """Returns the time that training has waited for evaluations, the sum over all lines.
+
+  Waits are so rare that a sample of the lines does not tell.
+  """
+  try:
+    with files.open_regular(path / journal.METRICS) as file:
+      return sum(float(wait) for line in file for wait in _EVAL_WAIT.findall(line))
+  except OSError:
+    return 0.0
 
 
 def _column(values: Sequence[Any]) -> np.ndarray:

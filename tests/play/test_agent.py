@@ -367,6 +367,20 @@ def test_an_agent_is_saved_and_loaded(tmp_path):
   assert same(agent.act(obs), loaded.act(obs))
 
 
+def test_saving_touches_no_other_folder_and_refuses_the_current_one(tmp_path, monkeypatch):
+  mine = tmp_path / 'agent.saving' / 'mine'
+  mine.parent.mkdir()
+  mine.write_text('keep')
+  agent = untrained('CartPole-v1')
+  agent.save(tmp_path / 'agent')
+  assert mine.read_text() == 'keep'
+  assert sorted(path.name for path in tmp_path.iterdir()) == ['agent', 'agent.saving']
+  (tmp_path / 'empty').mkdir()
+  monkeypatch.chdir(tmp_path / 'empty')
+  with pytest.raises(ValueError, match='^. is the current folder, which cannot be replaced'):
+    agent.save('.')
+
+
 def test_a_damaged_saved_agent_is_refused(tmp_path):
   good = tmp_path / 'good'
   agent = untrained('CartPole-v1')

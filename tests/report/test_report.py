@@ -7,13 +7,16 @@ import pathlib
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from podracer_jit.api import load_config
 from podracer_jit.cli.main import main
 from podracer_jit.report import comparing, findings, page, reading
+from podracer_jit.workdir import record
 
 OLD = pathlib.Path(__file__).resolve().parents[1] / 'workdirs'
 
@@ -47,6 +50,21 @@ def make(folder, *, task='CartPole-v1', seed=1, updates=40, total=40_000, rate=0
       file.write(json.dumps({'update': update, 'batch': f'{batch}{update}',
                              'params': f'{seed}{update}'}) + '\n')
   return folder
+
+
+def change_config(folder, change):
+  """Writes config.json anew with what `change` does to its content."""
+  content = json.loads((folder / 'config.json').read_text())
+  change(content)
+  (folder / 'config.json').write_text(json.dumps(content))
+
+
+def add_evaluation(folder, mean, update=40, name='evaluate.jsonl', **fields):
+  statistics = {'mean': mean, 'standard_error': 1.0}
+  record = {'update': update, 'steps': 1000 * update, 'num_episodes': 20} | fields
+  record |= {'statistics': statistics} if name == 'evaluate.jsonl' else statistics
+  with (folder / name).open('a') as file:
+    file.write(json.dumps(record) + '\n')
 
 
 def report(folders, out):
@@ -158,11 +176,131 @@ def test_what_was_not_run_is_marked_and_workdirs_are_named(tmp_path):
 def test_what_decides_only_roundings_makes_no_group(tmp_path):
   for seed, rows in ((1, 64), (2, 0)):
     folder = make(tmp_path / 'runs' / f's{seed}', seed=seed)
-    content = json.loads((folder / 'config.json').read_text())
-    content['config'] |= {'microbatch_rows': rows}
-    (folder / 'config.json').write_text(json.dumps(content))
+    change_config(folder, lambda content, rows=rows: content['config'].update(microbatch_rows=rows))
   (group,) = comparing.grouped(reading.read([tmp_path / 'runs']))
   assert [run.seed for run in group.runs] == [1, 2]
+
+
+def test_runs_of_an_earlier_version_are_of_the_group_of_todays(tmp_path):
+  """They lack the options that were added since."""
+  fields = load_config('ppo_cartpole:smoke').to_dict()
+  for seed, version in ((1, '0.8.0'), (2, '0.9.0')):
+    folder = make(tmp_path / 'runs' / f's{seed}', seed=seed)
+    loss = dict(fields['loss'])
+    if version == '0.8.0':
+      del loss['clip_smoothly']
+    change_config(folder, lambda content, loss=loss, version=version, seed=seed: content.update(
+        config=record.json_of(fields | {'loss': loss, 'seed': seed}),
+        versions={'podracer_jit': version}))
+  (group,) = comparing.grouped(reading.read([tmp_path / 'runs']))
+  assert [run.seed for run in group.runs] == [1, 2]
+
+
+def test_groups_of_two_networks_are_named_by_them(tmp_path):
+  for name, other in (('mlp', {'activation': 'tanh'}), ('simba', {'blocks': 2})):
+    folder = make(tmp_path / 'runs' / name)
+    change_config(folder, lambda content, name=name, other=other: content['config'].update(
+        network={'name': name} | other))
+  groups = comparing.grouped(reading.read([tmp_path / 'runs']))
+  assert [group.name for group in groups] == ["ppo, network 'mlp'", "ppo, network 'simba'"]
+
+
+def test_a_folder_that_is_given_in_several_ways_counts_once(tmp_path, monkeypatch):
+  make(tmp_path / 'a' / 'run1')
+  make(tmp_path / 'a' / 'run2', seed=2)
+  (tmp_path / 'link').symlink_to(tmp_path / 'a')
+  (tmp_path / 'a' / 'sweep.json').write_text(json.dumps({'members': [
+      {'name': name, 'error': None, 'fields': {}} for name in ('run1', 'run2', 'run3')]}))
+  monkeypatch.chdir(tmp_path)
+  runs = reading.read([Path('a'), tmp_path / 'a', Path('link'), Path('a/run1')])
+  assert [run.name for run in runs] == ['run1', 'run2', 'run3']
+  assert reading.read([Path('a/run1'), tmp_path / 'a/run1'])[0].path == Path('a/run1')
+
+
+def test_long_names_that_differ_where_they_are_cut_stay_different(tmp_path):
+  for end in ('1', '2'):
+    make(tmp_path / 'runs' / f'{70 * "x"}{end}{70 * "y"}', seed=int(end), batch=end)
+  runs = reading.read([tmp_path / 'runs'])
+  assert len({run.name for run in runs}) == 2
+  assert len(comparing.compare(runs).compared) == 2
+
+
+def test_a_member_that_was_finished_by_hand_has_finished(tmp_path):
+  make(tmp_path / 'seed=1')
+  (tmp_path / 'sweep.json').write_text(json.dumps({'members': [
+      {'name': 'seed=1', 'error': 'EnvironmentFailed', 'fields': {'seed': 1}}]}))
+  assert reading.read([tmp_path])[0].state == 'finished'
+
+
+def test_final_evaluations_are_the_newest_on_the_task_as_it_was_trained(tmp_path):
+  folder = make(tmp_path / 'run')
+  add_evaluation(folder, 100.0, update=30)
+  add_evaluation(folder, 55.0, env={'max_episode_steps': 50})
+  add_evaluation(folder, 11.0, epsilon=1.0)
+  report([folder], tmp_path / 'out')
+  (row,) = table(tmp_path / 'out' / 'final.csv')
+  assert (float(row['mean']), row['source']) == (100.0, 'podracer_jit evaluate')
+  add_evaluation(folder, 300.0, update=35, name='evaluations.jsonl')
+  report([folder], tmp_path / 'out')
+  (row,) = table(tmp_path / 'out' / 'final.csv')
+  assert (float(row['mean']), row['source']) == (300.0, 'evaluation while training')
+
+
+def test_final_evaluations_leave_out_what_is_not_compared(tmp_path):
+  for seed, updates in ((1, 40), (2, 40), (3, 10)):
+    folder = make(tmp_path / 'runs' / f's{seed}', seed=seed, updates=updates, batch=f'{seed}')
+    add_evaluation(folder, 10.0 * seed, update=updates)
+  html = report([tmp_path / 'runs'], tmp_path / 'out')
+  (row,) = table(tmp_path / 'out' / 'final.csv')
+  assert (row['seeds'], float(row['mean'])) == ('2', 15.0)
+  assert 'Not compared: s3' in html
+
+
+def test_seeds_of_one_program_share_its_time(tmp_path):
+  for seed in (1, 2, 3):
+    folder = make(tmp_path / 'runs' / f'seed{seed}', seed=seed, updates=500, total=500_000,
+                  batch=f'{seed}')
+    change_config(folder, lambda content: content['starts'][0].update(command=['--num_seeds=3']))
+  html = report([tmp_path / 'runs'], tmp_path / 'out')
+  assert re.search(r'17 min\s*</\w+>\s*<\w+[^>]*>\s*Time in all|Time in all.{0,80}?17 min', html,
+                   re.S)  # 500 updates of 2 s
+
+
+def test_waits_for_evaluations_are_the_sum_of_all_lines(tmp_path):
+  """Of 2,001 lines only each third is read, and there is a wait in each hundredth."""
+  def wait(share):
+    return 5.0 if round(2001 * share) % 100 == 0 else 0.0
+  (run,) = reading.read([make(tmp_path / 'run', updates=2001, total=2_001_000,
+                              metrics={'eval_wait_s': wait})])
+  assert findings.wait_shares(run)['eval'] == pytest.approx(20 * 5 / 2001)
+
+
+def test_a_run_that_does_not_learn_yet_has_no_findings(tmp_path):
+  zero = dict.fromkeys(('sampled', 'entropy', 'grad_norm'), lambda share: 0.0)
+  (run,) = reading.read([make(tmp_path / 'run', metrics=zero, updates=20)])
+  assert findings.findings(run) == []
+
+
+def test_files_of_an_earlier_report_go_and_those_of_the_user_stay(tmp_path):
+  for k in range(2):
+    make(tmp_path / 'runs' / f'{k}', task=f'task{k}', batch=f'{k}')
+  out = tmp_path / 'out'
+  report([tmp_path / 'runs'], out)
+  mine = [out / 'mine.csv', out / page.FIGURES / 'mine.svg']
+  for path in mine:
+    path.write_text('mine')
+  report([tmp_path / 'runs' / '0'], out)
+  left = {path.stem for path in (out / page.FIGURES).glob('curve-*')}
+  assert left == {f'curve-task0-{axis}' for axis in ('steps', 'frames', 'wall')}
+  assert not (out / 'aggregates.csv').exists()
+  assert all(path.read_text() == 'mine' for path in mine)
+
+
+@pytest.mark.filterwarnings('error')
+def test_names_in_any_script_are_drawn_without_warnings(tmp_path):
+  make(tmp_path / 'runs' / 'a', algorithm='\u5f3a\u5316')
+  make(tmp_path / 'runs' / 'b', seed=2, batch='c')
+  assert '\u5f3a\u5316' in report([tmp_path / 'runs'], tmp_path / 'out')
 
 
 @pytest.mark.quick
@@ -280,6 +418,7 @@ def test_a_page_that_would_be_too_large_leaves_figures_to_files(tmp_path, monkey
   html = report([tmp_path / 'runs'], tmp_path / 'out')
   assert len(html.encode()) <= 170_000
   assert 'too large' in html
+  assert set(re.findall(r'id="axis-(\w+)"', html)) == {'steps'}  # no switch without a figure
   assert (tmp_path / 'out' / page.FIGURES / 'curve-task2-wall.svg').exists()
 
 
