@@ -287,14 +287,22 @@ class FixupResNet(ImpalaResNet):
     return FixupBlock(len(self.channels) * self.blocks, self.dtype)
 
 
+_WEIGHT_INITS = {
+    'orthogonal': orthogonal(np.sqrt(2)),
+    'xavier': nn.initializers.xavier_uniform(),
+    'fan_in': nn.initializers.variance_scaling(1 / 3, 'fan_in', 'uniform'),
+}
+
+
 class MLP(nn.Module):
   """Multilayer perceptron on flattened observations."""
 
   hidden: Sequence[int] = option((64, 64), 'units of each layer', at_least=1, at_most=MAX_UNITS,
                                  max_length=MAX_LAYERS)
   activation: str = option('tanh', 'tanh, relu or elu', choices=tuple(_ACTIVATIONS))
-  weight_init: str = option('orthogonal', 'weights at first: orthogonal, or uniform by Xavier',
-                            choices=('orthogonal', 'xavier'))
+  weight_init: str = option('orthogonal', 'weights at first: orthogonal, or uniform by Xavier, or '
+                            'uniform within 1 / sqrt(inputs)',
+                            choices=tuple(_WEIGHT_INITS))
   layer_norm: bool = option(False, 'LayerNorm between each layer and its activation')
   dtype: Any = internal(None)  # see `in_bfloat16`
 
@@ -303,8 +311,7 @@ class MLP(nn.Module):
     """Returns the last layer's activations [N, hidden[-1]] of observations [N, ...]."""
     x = obs.reshape(obs.shape[0], -1).astype(jnp.float32)
     activate = _ACTIVATIONS[self.activation]
-    init = (orthogonal(np.sqrt(2)) if self.weight_init == 'orthogonal'
-            else nn.initializers.xavier_uniform())
+    init = _WEIGHT_INITS[self.weight_init]
     for size in self.hidden:
       dense = nn.Dense(size, kernel_init=init, dtype=self.dtype)
       x = activate(normalised(self, dense(x)))

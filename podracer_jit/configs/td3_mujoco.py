@@ -3,8 +3,8 @@
 podracer_jit --config=configs/td3_mujoco.py --config.env.task=Hopper-v4 --workdir=runs/td3_hopper
 
 The settings are those of the authors' later program and of CleanRL's td3_continuous_action; the
-paper's are in losses/td3.py. Eight environments act at once, and 32 gradient steps
-follow each 32 steps.
+paper's are in losses/td3.py. The first weights are theirs, too: with orthogonal ones a run on Ant
+learned to stand still. Eight environments act at once, and 32 gradient steps follow each 32 steps.
 """
 
 from podracer_jit import experiment
@@ -19,6 +19,7 @@ def get_config(arg: str = ''):
   config.env.num_envs = 8
   config.network.hidden = (256, 256)
   config.network.activation = 'relu'
+  config.network.weight_init = 'fan_in'
   config.optimizer.learning_rate = 3e-4
   config.optimizer.anneal = False
   config.optimizer.eps = 1e-8

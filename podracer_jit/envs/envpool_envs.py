@@ -53,6 +53,11 @@ _TIMES = ('step', 'time', 'duration', 'frequency')
 _LARGEST_SIZE = 10_000
 _LARGEST_OBS = 2**26  # bytes of one observation
 
+# Families and tasks whose episodes end by their own rules alone, whatever `max_episode_steps` is;
+# EnvPool would call those that end after so many steps truncated.
+_OWN_ENDS = ('highway', 'jumanji', 'pgx', 'toy_text')
+_WITH_A_LIMIT = ('Sokoban', 'FrozenLake', 'NChain', 'Taxi')  # other tasks of these families
+
 # Microseconds of a step of a family, on a core of an EPYC (Zen 5), and of all other families.
 _STEP_US = {'atari': 130.0, 'mujoco.gym': 25.0, 'mujoco.dmc': 45.0, 'mujoco.metaworld': 100.0,
             'vizdoom': 300.0, 'procgen': 30.0, 'box2d': 10.0, 'classic_control': 0.3,
@@ -113,6 +118,9 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
       raise ValueError(f'env.{name}: must be of type {kind.__name__}, got {shown(value)}')
     for problem in _problems_of_number(name, value, default[name]):
       raise ValueError(f'env.{name}: {problem}, got {shown(value)}')
+    if name == 'max_episode_steps' and _has_own_ends(task):
+      raise ValueError(f'env.max_episode_steps: EnvPool ignores it for {task}, whose episodes end '
+                       'by its own rules')
     if name == 'noop_max' and value < 1:
       raise ValueError(f'env.noop_max: must be at least 1 (1 is no no-ops), got {value}')
     smallest = 1 if name in ('frame_skip', 'stack_num', 'max_episode_steps', 'img_height',
@@ -299,6 +307,11 @@ def families() -> dict[str, list[str]]:
 def _family_of(task: str) -> str:
   """Returns the name of the family of a task."""
   return envpool.registration.registry.specs[task][0].removeprefix('envpool.')
+
+
+def _has_own_ends(task: str) -> bool:
+  """Returns whether `max_episode_steps` has no effect on the ends of a task's episodes."""
+  return _family_of(task) in _OWN_ENDS and not task.rpartition('/')[2].startswith(_WITH_A_LIMIT)
 
 
 def _stack(spec: Any) -> int:

@@ -161,12 +161,23 @@ class _UserFamily(JaxFamily):
   def _construct(self, task: str, options: Mapping[str, Any]) -> JaxEnv:
     """Returns the environment whose constructor gets the options as arguments."""
     try:
-      env = self.env_class(**options)
+      inspect.signature(self.env_class).bind(**options)
     except TypeError as error:
       named = ', '.join(f'env.{name}' for name in options) or 'env.task'
       raise ValueError(f'{named}: {task} does not take these options: '
                        f'{shorten(str(error))}') from None
+    except ValueError:
+      pass  # it has no signature
+    try:
+      env = self.env_class(**options)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a constructor may raise anything
+      file = getattr(sys.modules.get(self.env_class.__module__), '__file__', None)
+      raise ValueError(f'env.task: {task} fails{parts.line_of(error, [file])}: '
+                       f'{type(error).__name__}: {shorten(str(error))}') from error
     for name in ('observation_space', 'action_space'):
       if not hasattr(env, name):
         raise ValueError(f'env.task: {task} has no {name}; see envs/jax_envs.py')
+      if callable(getattr(env, name)):
+        raise ValueError(f'env.task: {name} of {task} is a function; it must be a space, such as '
+                         'gymnasium.spaces.Box(-1, 1, (3,))')
     return env

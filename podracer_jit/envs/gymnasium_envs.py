@@ -455,17 +455,19 @@ def _shared_memory(size: int):
 
 
 def _end(sockets: Sequence[socket.socket], processes: Sequence[subprocess.Popen]) -> None:
-  """Closes the sockets, which asks the processes to end; kills processes that take too long."""
+  """Closes the sockets, which asks the processes to end.
+
+  Processes that take too long are killed, and so is what environments have started and left.
+  """
   for connection in sockets:
     connection.close()
   deadline = time.monotonic() + worker.GRACE_S + 2
   for process in processes:
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
       process.wait(timeout=max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-      with contextlib.suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)
-      process.wait()
+    with contextlib.suppress(OSError):
+      os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _shapes(*arrays: Any) -> tuple[jax.core.ShapedArray, ...]:

@@ -44,6 +44,8 @@ PICTURE = b'p'
 NO_PICTURE = b'n'
 LENGTH = struct.Struct('<I')
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 # Seconds that environments have to close after the parent's end; then the worker ends.
 GRACE_S = 3.0
 # Modules that register environments, by namespace, where the two have different names.
@@ -141,7 +143,7 @@ def make(task: str, options: Mapping[str, Any]) -> gymnasium.Env:
     # Videos set render_mode, which not every environment takes.
     if options.get('render_mode') == 'rgb_array':
       return make(task, {name: value for name, value in options.items() if name != 'render_mode'})
-    if not _refuses_arguments(error):
+    if not _refuses_arguments(error, options):
       raise
     named = ', '.join(f'env.{name}' for name in options) or 'env.task'
     raise ValueError(f'{named}: {task} does not take these options: '
@@ -195,7 +197,7 @@ def _construct(task: str, options: Mapping[str, Any]) -> Any:
       raise
     return _construct(task, options)
   except TypeError as error:
-    if not (_refuses_arguments(error) and "'max_episode_steps'" in str(error)):
+    if not (_refuses_arguments(error, options) and "'max_episode_steps'" in str(error)):
       raise
   # Every environment has this option, even if its code has no time limit.
   options = dict(options)
@@ -233,9 +235,17 @@ def _where_to_find(name: str, error: Exception) -> str:
   return f'{remedy}; if the config file of a workdir does: --allow_modules=CONFIG.py'
 
 
-def _refuses_arguments(error: TypeError) -> bool:
-  """Returns whether a call had wrong arguments; otherwise the environment's code has failed."""
-  return ' argument' in str(error)
+def _refuses_arguments(error: TypeError, options: Mapping[str, Any]) -> bool:
+  """Returns whether a constructor does not take its arguments; else the code in it has failed.
+
+  Args:
+    error: of the constructor.
+    options: the arguments.
+  """
+  text = str(error)
+  caller = traceback.extract_tb(error.__traceback__)[-1].filename
+  return ' argument' in text and (
+      caller.startswith((_PACKAGE, _GYMNASIUM)) or any(f"'{name}'" in text for name in options))
 
 
 class _Environments:
@@ -359,8 +369,18 @@ def main(parent: socket.socket, setup: Setup) -> None:
   """Serves the parent until it closes its end of the socket."""
   # The parent decides when its environments end. Programs that an environment starts inherit
   # ignored signals, but not handlers, so the signals are handled and not ignored.
-  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+  for number in _SIGNALS:
     signal.signal(number, lambda *_: None)
+
+  def in_fork() -> None:
+    # Else the parent would not see the end of this process as long as a helper of an environment
+    # lives, and the helper could not be ended.
+    os.close(parent.detach())
+    for number in _SIGNALS:
+      signal.signal(number, signal.SIG_DFL)
+
+  os.register_at_fork(after_in_child=in_fork)
+  os.set_inheritable(parent.fileno(), False)
   threading.Thread(target=_end_after_parent, args=(parent,), daemon=True).start()
   warnings.filterwarnings('ignore', module='gymnasium')
   parts.set_search(setup.search)

@@ -26,7 +26,8 @@ class GymnaxEnv:
     self._params = params
     self.observation_space = env.observation_space(params)
     self.action_space = env.action_space(params)
-    self.max_episode_steps = getattr(params, 'max_steps_in_episode', 0)
+    # Of some environments it is a float.
+    self.max_episode_steps = int(getattr(params, 'max_steps_in_episode', 0))
 
   def reset(self, key: jax.Array) -> tuple[jax.Array, Any]:
     """Begins an episode; see `JaxEnv`."""
@@ -62,6 +63,7 @@ def make(task: str, options: Mapping[str, Any]) -> GymnaxEnv:
                         if near else ''))
   env, params = gymnax.make(name)
   defaults = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+  values = {}
   for option, value in options.items():
     if option not in defaults:
       near = hint(option, defaults, 'env.') or f'; its options are {", ".join(defaults)}'
@@ -69,7 +71,8 @@ def make(task: str, options: Mapping[str, Any]) -> GymnaxEnv:
     kind = type(defaults[option])
     if type(value) is not kind and not (kind is float and type(value) is int):
       raise ValueError(f'env.{option}: must be of type {kind.__name__}, got {shown(value)}')
-  return GymnaxEnv(env, params.replace(**options))
+    values[option] = kind(value)
+  return GymnaxEnv(env, params.replace(**values))
 
 
 FAMILY = JaxFamily(make)

@@ -101,9 +101,11 @@ class JaxFamily:
     discrete = hasattr(action, 'n') and not action.shape
     choices = () if discrete else spaces.choices(action)
     continuous = not (discrete or choices)
-    if continuous and len(action.shape) > 1:
+    if continuous and not (spaces.is_array(action) and len(action.shape) <= 1
+                           and np.issubdtype(action.dtype, np.floating)):
       raise ValueError(f'env.task: the actions of {task} are {action}; only one choice (Discrete), '
-                       'several (MultiDiscrete) and a vector of floats (Box) can be learned')
+                       'several from 0 on (MultiDiscrete, integers) and a vector of floats (Box) '
+                       'can be learned')
     parts = ()
     if not spaces.is_array(env.observation_space):
       *_, parts = spaces.layout(task, env.observation_space)
@@ -507,8 +509,16 @@ def _check_functions(task: str, functions: _Functions) -> jax.ShapeDtypeStruct:
     if value.names != [()] or value.shapes[0].shape:
       got = value.shapes[0].shape if value.names == [()] else shown(value.words())
       raise ValueError(f'env.task: the {name} of {task} must be a scalar, got {got}')
+
+  def first_obs(key):
+    obs, _ = functions.reset(key)
+    problem = spaces.misfit(obs, env.observation_space)
+    if problem:
+      raise ValueError(problem)
+    return obs
+
   try:
-    all_obs = jax.eval_shape(lambda: jax.vmap(functions.reset)(_keys(np.zeros(1, np.int32)))[0])
+    all_obs = jax.eval_shape(lambda: jax.vmap(first_obs)(_keys(np.zeros(1, np.int32))))
     all_obs = jax.eval_shape(functools.partial(_as_arrays, env), all_obs)
     return jax.ShapeDtypeStruct(all_obs.shape[1:], all_obs.dtype)
   except Exception as error:

@@ -233,6 +233,28 @@ def _arrays(obs: Any, space: Any) -> list[Any]:
   return [obs]
 
 
+def misfit(obs: Any, space: Any, name: str = '') -> str:
+  """Returns which array of an observation has another shape than its space; '' if none has.
+
+  The place of a part in the flat observation follows from the space. A single array keeps its own
+  shape, whatever the space says.
+
+  Args:
+    obs: one observation.
+    space: its space.
+    name: the name of the part; '' for the whole observation.
+  """
+  if type(space).__name__ in ('Dict', 'Tuple'):
+    problems = (misfit(obs[key], inner, f'{name}/{key}' if name else str(key))
+                for key, inner in _items(space))
+    return next(filter(None, problems), '')
+  is_number = type(space).__name__ == 'Discrete'
+  fits = math.prod(obs.shape) == 1 if is_number else obs.shape == tuple(space.shape)
+  if fits or not name:
+    return ''
+  return f'the part {name} is an array {obs.shape}, and its space is {space}'
+
+
 def observe(obs: Any, space: Any, leaves: Sequence[Leaf]) -> Any:
   """Returns observations [B, ...], of NumPy if `obs` is, of JAX otherwise.
 

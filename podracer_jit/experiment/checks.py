@@ -311,6 +311,9 @@ def notes(experiment: Experiment) -> Iterator[str]:
   yield from _empty_replay(experiment)
   yield from _small_minibatches(experiment)
   yield from _small_microbatches(experiment)
+  if experiment.eval.video_every and not experiment.eval.every_updates:
+    yield ('eval.video_every: evaluations are filmed, and there are none; set eval.every_updates, '
+           'such as 100')
 
 
 def _empty_replay(experiment: Experiment) -> Iterator[str]:

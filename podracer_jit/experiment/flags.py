@@ -238,7 +238,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _refuse_sections(argv: Sequence[str], config: config_dict.Fields) -> None:
-  """Refuses flags that set a whole section by a name.
+  """Refuses flags that set a whole section.
 
   Raises:
     ValueError: naming the flag.
@@ -248,10 +248,10 @@ def _refuse_sections(argv: Sequence[str], config: config_dict.Fields) -> None:
     section = name.removeprefix('--config.')
     if section == name or not isinstance(config.get(section), ml_collections.ConfigDict):
       continue
-    if not value.startswith('{'):  # a dict, which absl reads
-      raise ValueError(f'{name}: is a section of fields' + (
-          f'; did you mean {name}.name={value}?' if section in schema.CHOICES else
-          f', such as {name}.{next(iter(config[section]))}'))
+    is_choice = section in schema.CHOICES and not value.startswith('{')
+    raise ValueError(f'{name}: is a section of fields' + (
+        f'; did you mean {name}.name={value}?' if is_choice else
+        f', such as {name}.{next(iter(config[section]))}'))
 
 
 def _no_field(error: Exception, argv: Sequence[str]) -> str:

@@ -59,7 +59,7 @@ def placed(experiment: Experiment, machine: Machine, processes: int = 1) -> Plac
     given = dataclasses.replace(given, updates_per_call=given.updates_per_call or 1)
     fields = given.open_fields
   if not (given.auto and not given.is_remote):
-    chosen: dict[str, Any] = dict(FIXED)
+    chosen: dict[str, Any] = FIXED | _following(experiment)
   else:
     chosen = _devices(experiment, machine, processes)
     place = _with(given, {name: chosen[name] for name in chosen if name in fields})
@@ -67,6 +67,18 @@ def placed(experiment: Experiment, machine: Machine, processes: int = 1) -> Plac
   return dataclasses.replace(
       _with(given, {name: chosen[name] for name in fields if name in chosen}),
       chosen=tuple(name for name in fields if name in chosen))
+
+
+def _following(experiment: Experiment) -> dict[str, Any]:
+  """Returns devices that must be like those that the config sets, without a rule."""
+  given = experiment.placement
+  scheme = experiment.scheme
+  are_equal = scheme.alone or scheme.colocated or scheme.graph.one_program
+  if given.learner_devices and (are_equal or scheme.each):
+    return dict(actor_devices=given.learner_devices)
+  if given.actor_devices and are_equal:
+    return dict(learner_devices=given.actor_devices)
+  return {}
 
 
 def _with(given: PlacementOptions, chosen: dict[str, Any]) -> PlacementOptions:

@@ -71,7 +71,8 @@ def joined(config: Mapping[str, Any]) -> Iterator[Cluster | None]:
   if importlib.util.find_spec('ray') is None:
     raise ValueError(f'placement.cluster: ray is not installed: {sys.executable} -m pip install '
                      'ray')
-  processes = 2 * max(options.num_actors, len(options.learner_devices), 1)
+  actors = max(1, len(options.actor_devices)) * max(1, options.actors_per_device)
+  processes = 2 * max(actors, len(options.learner_devices))
   store_bytes = int(options.store_gb * 1e9)
   if not may_start_jax(str(config.get('env', {}).get('task', ''))):
     experiment = resolve(config)  # a wrong config need not wait for Ray
@@ -181,7 +182,7 @@ class Crew:
     experiment = self._experiment
     place = experiment.placement
     # Other machines must not choose for themselves what is left open.
-    fields = changed(experiment, placement={'cluster': 'none'} | {
+    fields = changed(experiment, placement={'cluster': 'none', 'auto': False} | {
         name: getattr(place, name) for name in place.chosen}).fields
     config_files = tuple(Path(file).name for file in parts.search().files)
 

@@ -144,6 +144,8 @@ class GraphProgram:
     at_end: Snapshot | None = None
     # Of the end of a leg after which the segment goes on.
     reached: Position | None = None
+    # Of the newest update, unless the segment ended with it.
+    newest: Position | None = None
 
     earlier = Waits(0.0, 0.0)  # of the legs of the segment that are over; each has new channels
 
@@ -160,7 +162,7 @@ class GraphProgram:
       return min(pause, half) if update < half else pause
 
     def after(position: Position, wait_written: Callable[[], None]) -> bool:
-      nonlocal at_end, reached
+      nonlocal at_end, reached, newest
       snapshot = None
       self._adapting.told(position.update, position.steps)
       if half <= position.update < end:
@@ -174,6 +176,7 @@ class GraphProgram:
       with self._adapting.apart():
         is_over = watcher.after(Moment([position.update], [position.steps], position.sent,
                                        wait_written, snapshot_of))
+      newest = None if is_over else position
       if position.update == end and not is_over:
         at_end = snapshot_of(0)
       elif position.update == leg_end and not is_over:
@@ -201,6 +204,9 @@ class GraphProgram:
           graph = graph.go_on(leg.run, reached, leg.updates)
           reached = None
           loops.run(graph.workers, busy=watcher.is_saving)
+        if at_end is None and newest is not None:
+          # Actors of a cluster did not answer after a signal, so no update began after this one.
+          at_end = build.snapshot_at(leg.run, newest, index, first)
     except Closed:  # it was stopped while its environments were made again
       return
     except OtherEpisodes as error:

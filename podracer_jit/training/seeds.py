@@ -68,9 +68,14 @@ def problems(experiment: Experiment, num_seeds: int, request: Request) -> Iterat
 
 
 def on_one_device(experiment: Experiment) -> Experiment:
-  """Returns the experiment with one device, if the rule has chosen its devices."""
-  chosen = {name: (0,) for name in ('actor_devices', 'learner_devices')
-            if name in experiment.placement.chosen}
+  """Returns the experiment with one device, if the rule has chosen its devices.
+
+  If the config sets those of actors or of learners, the others are the same.
+  """
+  names = ('actor_devices', 'learner_devices')
+  place = experiment.placement
+  given = [getattr(place, name) for name in names if name not in place.chosen]
+  chosen = {name: given[0] if given else (0,) for name in names if name in place.chosen}
   return dataclasses.replace(
       experiment, placement=dataclasses.replace(experiment.placement, **chosen))
 
@@ -139,7 +144,8 @@ class SeedsProgram:
     self._actor_states: ActorState = jax.device_put(
         _stacked([actor.state for actor in actors]), by_seed)
     rollout = self._run.acting.rollout(actors[0].rollout_program.vector_envs)
-    self._updates_per_call = self._run.experiment.placement.updates_per_call
+    self._updates_per_call = min(self._run.experiment.placement.updates_per_call,
+                                 build.segment_end(self._run.experiment, 0))
     learner = self._run.learner
     fused = sharding.make_fused(learner.algorithm.for_actors, rollout, learner.learn,
                                 self._updates_per_call)

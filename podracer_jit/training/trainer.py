@@ -142,7 +142,9 @@ class Trainer:
       self._program.segment(self._report, self)
       if before == [lane.update for lane in self._lanes]:
         break
-    if any(lane.is_ahead for lane in self._lanes):  # a stop was asked for after the segment's end
+    # A stop was asked for after the segment's end, or ended it between two updates. Without an
+    # update in a segment that was stopped so, the newest checkpoint is what there is.
+    if any(lane.is_ahead for lane in self._lanes) and self._program.snapshot(0) is not None:
       self._save(Moment([lane.update for lane in self._lanes],
                         [lane.steps for lane in self._lanes], (), lambda: None,
                         self._program.snapshot))

@@ -256,6 +256,17 @@ def test_simba_as_in_the_paper():
   assert all(np.any(g) for g in jax.tree.leaves(grads))
 
 
+@pytest.mark.parametrize('name, bound', [  # of 400 inputs and 256 outputs
+    ('fan_in', 1 / np.sqrt(400)), ('xavier', np.sqrt(6 / (400 + 256)))])
+def test_weights_of_an_mlp_begin_uniform_within_a_bound(name, bound):
+  network = networks.MLP(hidden=(256,), weight_init=name)
+  params = network.init(jax.random.key(1), jnp.zeros((1, 400)))['params']['Dense_0']
+  weights = np.asarray(params['kernel'])
+  assert 0.999 * bound < np.abs(weights).max() <= bound * (1 + 1e-6)
+  assert np.std(weights) == pytest.approx(bound / np.sqrt(3), rel=0.01)
+  assert not np.any(params['bias'])
+
+
 def test_simba_begins_with_orthogonal_and_he_weights():
   params = networks.SimBa(hidden=256).init(jax.random.key(0), np.zeros((1, 300)))['params']
   first = np.asarray(params['Dense_0']['kernel'], np.float64)

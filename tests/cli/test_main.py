@@ -80,6 +80,8 @@ def saved_to_the_end(workdir):
      '--config.loss: is a section of fields; did you mean --config.loss.name=ppo?'),
     ([CATCH, '--config.env=x'],
      '--config.env: is a section of fields, such as --config.env.action_mask'),
+    ([CATCH, "--config.eval={'every_updates': 1}"],
+     '--config.eval: is a section of fields, such as --config.eval.epsilon'),
     ([CATCH, '--mirror='], '--mirror: has no value'),
     ([CATCH, '--renew_envs', 'foo'], 'foo: not a flag; flags begin with --'),
     ([CATCH, '--callbacks=foo'], "callbacks: there is no 'foo'; write module:attribute"),

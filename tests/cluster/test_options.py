@@ -1,5 +1,6 @@
 """Options of a run on a cluster: refusals, and decisions before the run begins."""
 
+import contextlib
 import importlib.util
 import subprocess
 import sys
@@ -7,13 +8,17 @@ import time
 
 import pytest
 
-from podracer_jit import parts
+from podracer_jit import experiment, parts
+from podracer_jit.cluster import ray_cluster
 from podracer_jit.envs.seeds import env_seeds
 from podracer_jit.experiment import build
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.training import crew
 from tests import processes
 from tests.runs import changed, small
+
+# As in the configs: a rule chooses.
+OPEN = experiment.config('ppo', 'mlp', 'adam', scheme='sync').placement.to_dict()
 
 
 def remote(scheme='impala', **fields):
@@ -68,6 +73,48 @@ def test_the_number_of_processes():
   config = changed(small('ppo'), placement__cluster='ray', **workers)
   assert crew.num_processes(resolve(changed(config, scheme='dppo_async'))) == 2
   assert crew.num_processes(resolve(changed(config, scheme='rapid_async'))) == 4
+
+
+@contextlib.contextmanager
+def _stopped_here(cpus, gpus, lives, processes, store_bytes, files):
+  raise RuntimeError(f'{processes} processes')
+  yield
+
+
+@pytest.mark.parametrize('fields, count', [
+    (dict(num_shards=4, placement__actors_per_device=4), 8),
+    (dict(num_shards=4, placement__actors_per_device=2, placement__actor_devices=(0, 0)), 8),
+    ({}, 2)])
+def test_a_cluster_has_room_for_actors_of_tasks_that_start_jax(fields, count, monkeypatch):
+  monkeypatch.setattr(ray_cluster, 'connected', _stopped_here)
+  config = remote(env__task='gymnax:CartPole-v1')
+  config['placement'] = OPEN | dict(cluster='ray')
+  config = changed(config, **fields)
+  with pytest.raises(RuntimeError, match=f'^{count} processes'), crew.joined(config):
+    pass
+
+
+def test_workers_on_one_device_need_no_other_field():
+  for scheme in ('dppo_async', 'rapid_async'):
+    config = changed(small('ppo'), scheme=scheme, num_shards=3, num_grad_shards=3, env__num_envs=12)
+    config['placement'] = OPEN | dict(cluster='ray', learner_devices=(0, 0, 0))
+    assert resolve(config).placement.actor_devices == (0, 0, 0)
+
+
+def test_processes_of_a_cluster_choose_nothing_for_themselves():
+  """Else each would take threads by the cores of its machine, and not by what it reserves."""
+  class Cluster:
+    def takes_over(self, owner):
+      return True
+
+    def remote(self, name, factory, args):
+      (self.fields, *_), self.name = args(0), name
+
+  config = remote(num_shards=2)
+  config['placement'] = OPEN | dict(cluster='ray', actors_per_device=2, actor_cpus=2)
+  cluster = Cluster()
+  crew.Crew(cluster, resolve(config))
+  assert resolve(cluster.fields).placement.env_threads == 0
 
 
 def test_bytes_in_flight_depend_on_the_rollouts_and_start_no_backend():

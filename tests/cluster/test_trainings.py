@@ -235,6 +235,7 @@ class Task(gymnasium.Env):
     self.mode = mode
     self.t = 0
   def reset(self, seed=None, options=None):
+    self.pause_s = 1.5 if self.mode == 'slow' else 0.0
     if self.mode == 'raises':
       raise ValueError('the option mode must be works')
     if self.mode == 'dies':
@@ -245,6 +246,7 @@ class Task(gymnasium.Env):
     return np.zeros(3, np.float32), {}
   def step(self, action):
     self.t += 1
+    time.sleep(self.pause_s)
     return np.zeros(3, np.float32), 1.0, self.t == 5, False, {}
 
 def get_config():
@@ -257,6 +259,21 @@ def get_config():
   config.env.mode = 'works'
   return config
 '''
+
+
+@pytest.mark.full
+def test_a_signal_saves_what_was_learned_although_the_next_rollout_takes_long(
+    nodes, start, tmp_path):
+  """A rollout takes 7.5 s, and the learner waits four."""
+  node = nodes.add(2)
+  (tmp_path / 'own.py').write_text(OWN)
+  run = start(f'--config={tmp_path / "own.py"}', '--config.env.mode=slow',
+              '--config.checkpoint.every_seconds=10000', '--config.eval.every_updates=0')
+  run.wait_for_updates(2)
+  assert run.end(signal.SIGTERM) < 30
+  assert run.process.returncode == STOPPED, run.text()
+  assert checkpoints.newest_whole(run.workdir) == run.records()[-1]['update']
+  nodes.remove(node)
 
 
 @pytest.mark.full

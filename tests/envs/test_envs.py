@@ -332,11 +332,26 @@ def test_an_envpool_that_this_jax_cannot_call_is_refused(monkeypatch, envpool, j
     ('Pong-v5', dict(stack_num=0), r'env\.stack_num.*at least 1.*0'),
     ('Pong-v5', dict(frame_skip=0), r'env\.frame_skip.*at least 1.*0'),
     ('CartPole-v1', dict(max_episode_steps=-3), r'env\.max_episode_steps.*at least 1.*-3'),
+    *[(task, dict(max_episode_steps=5), rf'env\.max_episode_steps: EnvPool ignores it for {task},')
+      for task in ('Highway-v0', 'Jumanji/Snake-v1', 'Game2048-v1', 'Play2048-v1', 'Blackjack-v1')],
     ('FetchReach-v1', dict(reward_type=3), r'env\.reward_type.*str.*3'),
 ])
 def test_an_error_names_the_field_the_value_and_the_expected_values(task, options, message):
   with pytest.raises(ValueError, match=message):
     envpool_envs.make_spec(task, options)
+
+
+@pytest.mark.parametrize('task', [
+    'CartPole-v1', 'FrozenLake-v1', 'Sokoban-v0', 'MiniGrid-Empty-5x5-v0', 'LunarLander-v2',
+    'HalfCheetah-v4', 'WalkerWalk-v1'])
+def test_a_limit_of_steps_truncates_episodes(task):
+  options = dict(max_episode_steps=3)
+  assert envpool_envs.make_spec(task, options).max_episode_steps == 3
+  pool = envpool.make(task, env_type='gymnasium', num_envs=1, seed=1, **options)
+  pool.reset()
+  action = np.zeros((1, *pool.action_space.shape), pool.action_space.dtype)
+  ends = [pool.step(action)[2:4] for _ in range(3)]
+  assert [bool(truncated[0]) for _, truncated in ends] == [False, False, True]
 
 
 @pytest.mark.parametrize('options', [

@@ -405,7 +405,7 @@ def test_the_list_of_tasks_describes_observations_and_actions(task, message):
 @pytest.mark.full
 @pytest.mark.parametrize('task, network, options, fields', [
     ('Cleaner-v0', 'mlp', {}, {}),
-    ('Cleaner-v0', 'mlp', dict(max_episode_steps=6), dict(env_batch=4, scheme='cleanba')),
+    ('Cleaner-v0', 'mlp', {}, dict(env_batch=4, scheme='cleanba')),
     ('MiniGrid-Empty-5x5-v0', 'image_and_vector', {}, {}),
     ('MetaWorld/Assembly-v3', 'mlp', dict(max_episode_steps=5),
      dict(env_batch=4, scheme='cleanba')),

@@ -126,6 +126,12 @@ def needs_argument(level):
 def fails():
   raise RuntimeError('mine')
 
+def wrong_inside():
+  return needs_argument()
+
+def passes_on(**options):
+  return Own(**options)
+
 class Texts(Own):
   observation_space = spaces.Dict(a=spaces.Text(3))
 
@@ -533,6 +539,8 @@ def test_an_unknown_id_names_the_form_with_the_module_that_registers_it(name, wo
     ('{}:no_env', {}, r"env\.task: .*no_env must make a gymnasium.Env, got 'int'"),
     ('{}:needs_argument', {}, r'env\.task: .*needs_argument does not take these options.*level'),
     ('{}:fails', {}, r'env\.task: .*:fails fails: RuntimeError: mine'),
+    ('{}:wrong_inside', {}, r'env\.task: .*:wrong_inside fails: TypeError: .* argument'),
+    ('{}:passes_on', dict(depth=2), r'env\.depth: .*passes_on does not take these .*depth'),
     ('{}:factory', dict(depth=2), r'env\.depth: .*factory does not take these options.*depth')])
 def test_an_error_names_the_field_in_one_line(user_module, task, options, message):
   with pytest.raises(ValueError, match=message) as error:
@@ -939,6 +947,60 @@ def test_a_failure_is_one_line_with_the_environments_error(user_module, make, fa
   with pytest.raises(EnvironmentFailed, match='.*'):
     vector_env._workers.wait()  # noqa: SLF001
   vector_env.close()
+
+
+FORKS = '''
+import multiprocessing, os, pathlib, signal, time
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+class Forks(gymnasium.Env):
+  """Has a forked helper, as simulators do, whose number it notes."""
+
+  observation_space = spaces.Box(-1, 1, (2,), np.float32)
+  action_space = spaces.Discrete(2)
+
+  def __init__(self, note='', dies=False):
+    self.note, self.dies, self.helper = note, dies, None
+
+  def reset(self, seed=None, options=None):
+    if self.note and not self.helper:
+      self.helper = multiprocessing.get_context('fork').Process(target=time.sleep, args=(100,))
+      self.helper.start()
+      pathlib.Path(self.note).write_text(str(self.helper.pid))
+    return np.zeros(2, np.float32), {}
+
+  def step(self, action):
+    if self.dies:
+      os.kill(os.getpid(), signal.SIGKILL)
+    return np.zeros(2, np.float32), 0.0, False, False, {}
+
+  def close(self):
+    if self.helper:
+      self.helper.terminate()
+      self.helper.join()
+'''
+
+
+@pytest.mark.parametrize('dies', [False, True])
+def test_a_helper_that_an_environment_forks_ends_with_it(dies, make, tmp_path, monkeypatch):
+  """It inherits the socket to this process, and the worker's handlers of signals."""
+  (tmp_path / 'forks_of_my_own.py').write_text(FORKS)
+  monkeypatch.syspath_prepend(tmp_path)
+  note = tmp_path / 'pid'
+  vector_env = make('forks_of_my_own:Forks', dict(note=str(note), dies=dies), seeds=[1],
+                    processes=1)
+  assert vector_env.first_obs.shape == (1, 2)  # the workers have begun
+  if dies:  # this process sees it, and does not wait for ever
+    with pytest.raises(Exception, match='was ended by SIGKILL'):
+      play(vector_env, np.zeros((3, 1), np.int32))
+  helper = int(note.read_text())
+  assert alive([helper])
+  began_s = time.monotonic()
+  vector_env.close()
+  assert time.monotonic() - began_s < gymnasium_worker.GRACE_S
+  wait_until(lambda: not alive([helper]))
 
 
 def test_a_closed_environment_raises_and_does_not_wait(make):

@@ -415,6 +415,7 @@ def test_an_environment_may_have_no_limit(limit):
   assert not steps.truncated.any() and steps.terminated.any()
 
 
+PARTS = {'a': np.zeros(3, np.float32), 'mask': np.ones(2, bool), 'z': np.zeros(2, np.float32)}
 VALUES = 'step returns six values: obs, state, reward, terminated, truncated, info; that of'
 
 
@@ -439,11 +440,67 @@ VALUES = 'step returns six values: obs, state, reward, terminated, truncated, in
     (dict(max_episode_steps=-1), 'max_episode_steps of counter must be a whole number.*got -1'),
     (dict(max_episode_steps=2.5), 'max_episode_steps of counter must be .*got 2.5'),
     (dict(max_episode_steps=True), 'max_episode_steps of counter must be .*got True'),
-    (dict(observation_space=spaces.Discrete(5000)), 'a number with 5,000 values')])
+    (dict(observation_space=spaces.Discrete(5000)), 'a number with 5,000 values'),
+    (dict(action_space=spaces.Box(-1, 3, (2,), np.int32)), r'Box\(-1, 3, .*; only one choice'),
+    (dict(action_space=spaces.Dict(a=spaces.Discrete(2))), 'Dict.*; only one choice'),
+    # The mask would be read one element too early.
+    (dict(observation_space=spaces.Dict(a=spaces.Box(-9, 9, (2,)), mask=spaces.MultiBinary(2),
+                                        z=spaces.Box(-9, 9, (3,))),
+          reset=lambda self, key: (PARTS, jnp.int32(0)),
+          step=lambda self, key, state, action: (PARTS, state, 0.0, False, False, {})),
+     r'do not fit its observation_space: .*the part a is an array \(3,\), and its space is Box')])
 def test_functions_with_other_arguments_or_values_are_refused_in_one_line(changes, message):
   with pytest.raises(ValueError, match=rf'^env\.task: .*{message}') as error:
     counters(**changes).make_spec('counter', {})
   assert '\n' not in str(error.value)
+
+
+OWN = '''
+import jax.numpy as jnp
+from gymnasium import spaces
+
+class Own:
+  observation_space = spaces.Box(-1, 1, (2,))
+  action_space = spaces.Discrete(2)
+
+  def __init__(self, size=1):
+    if size == 2:
+      raise ValueError('boom\\nin two lines')
+    if size == 3:
+      min(size=3)
+    if size == 4:
+      self.observation_space = lambda params: None
+
+  def reset(self, key):
+    return jnp.zeros(2), jnp.zeros(())
+
+  def step(self, key, state, action):
+    return jnp.zeros(2), state, 0.0, False, False, {}
+'''
+
+
+@pytest.mark.parametrize('options, message', [
+    (dict(size=2), r'env.task: own_functions:Own fails \(own_functions.py, line 11\): ValueError: '
+                   'boom in two lines'),
+    (dict(size=3), r'env.task: own_functions:Own fails \(own_functions.py, line 13\): TypeError: '
+                   'min'),
+    (dict(size=4), 'env.task: observation_space of own_functions:Own is a function; it must be a'),
+    (dict(depth=4), 'env.depth: own_functions:Own does not take these options: .*depth')])
+def test_an_error_of_a_constructor_is_told_as_what_it_is(options, message, tmp_path, monkeypatch):
+  (tmp_path / 'own_functions.py').write_text(OWN)
+  monkeypatch.syspath_prepend(tmp_path)
+  with pytest.raises(ValueError, match=message) as error:
+    family_of('own_functions:Own').make_spec('own_functions:Own', options)
+  assert '\n' not in str(error.value)
+
+
+def test_a_task_of_gymnax_whose_limit_is_a_float_steps():
+  task = 'gymnax:BernoulliBandit-misc'
+  for options, limit in (({}, 100), (dict(max_steps_in_episode=5), 5)):
+    assert family_of(task).make_spec(task, options).max_episode_steps == limit
+    vector_env = family_of(task).make_vector_env(task, options, [1])
+    steps = steps_of(vector_env, jnp.zeros((8, 1), jnp.int32))
+    assert np.flatnonzero(steps.terminated | steps.truncated)[:1].tolist() == [4][:limit == 5]
 
 
 def test_the_last_value_of_a_step_may_be_anything():

@@ -135,8 +135,9 @@ CASES = {  # 2310.00036
     # program (CleanRL's td3_continuous_action).
     'TD3': (td3_mujoco.get_config, {
         'total_steps': 1_000_000, 'env.task': 'HalfCheetah-v4', 'network.hidden': (256, 256),
-        'network.activation': 'relu', 'optimizer.name': 'adam', 'optimizer.learning_rate': 3e-4,
-        'optimizer.anneal': False, 'optimizer.eps': 1e-8, 'loss.discount': 0.99, 'loss.tau': 0.005,
+        'network.activation': 'relu', 'network.weight_init': 'fan_in', 'optimizer.name': 'adam',
+        'optimizer.learning_rate': 3e-4, 'optimizer.anneal': False, 'optimizer.eps': 1e-8,
+        'loss.discount': 0.99, 'loss.tau': 0.005,
         'loss.num_critics': 2, 'loss.policy_delay': 2, 'loss.target_noise': 0.2,
         'loss.target_noise_clip': 0.5, 'loss.noise': 0.1, 'loss.n_step': 1,
         'replay.min_size': 25_000, 'replay.capacity': 1_000_000,

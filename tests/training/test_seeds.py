@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from podracer_jit.experiment import memory
+from podracer_jit import experiment
+from podracer_jit.experiment import build, memory
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.runtime import host
 from podracer_jit.training import seeds, stopping, trainer
@@ -19,7 +20,17 @@ from podracer_jit.workdir import checkpoints, journal
 from podracer_jit.workdir.workdir import Workdir, make_request
 from tests import processes
 from tests.envs.masked import LIMIT
-from tests.runs import StopAt, changed, open_workdir, prepared, run, small, train_in
+from tests.runs import (
+  StopAt,
+  changed,
+  fresh,
+  initial_state,
+  open_workdir,
+  prepared,
+  run,
+  small,
+  train_in,
+)
 from tests.runtime.test_stored_programs import events
 from tests.tiers import essential
 
@@ -317,6 +328,22 @@ def test_seeds_have_one_device_unless_the_config_sets_several(chosen, devices):
                               chosen=chosen)
   place = seeds.on_one_device(dataclasses.replace(experiment, placement=place)).placement
   assert place.actor_devices == place.learner_devices == devices
+
+
+@pytest.mark.parametrize('field', ['actor_devices', 'learner_devices'])
+def test_seeds_are_on_the_device_that_the_config_sets(field):
+  config = config_of()
+  config['placement'] = experiment.config('ppo', 'mlp', 'adam', scheme='fused').placement.to_dict()
+  config['placement'][field] = (1,)
+  place = seeds.on_one_device(resolve(config)).placement
+  assert place.actor_devices == place.learner_devices == (1,)
+
+
+def test_a_call_has_no_more_updates_than_a_segment():
+  run = fresh(config_of(env__renew_every_updates=3, placement__updates_per_call=1_000_000))
+  program = seeds.SeedsProgram([run, run], [build.Snapshot(initial_state(run))] * 2)
+  assert program._updates_per_call == 3  # noqa: SLF001
+  program.close()
 
 
 @pytest.mark.parametrize('num_seeds, fields, message', [
