@@ -211,6 +211,8 @@ def _error_of(place: Path, errors: Mapping[Path, str]) -> str:
 
 def _names(folders: Sequence[Path]) -> dict[Path, str]:
   """Returns a short name for each folder: its path without what all have in common."""
+  if not folders:
+    return {}
   parts = [folder.absolute().parts for folder in folders]
   common = 0
   while len(folders) > 1 and len({x[:common + 1] for x in parts}) == 1:

@@ -215,6 +215,7 @@ def test_a_folder_that_is_given_in_several_ways_counts_once(tmp_path, monkeypatc
   runs = reading.read([Path('a'), tmp_path / 'a', Path('link'), Path('a/run1')])
   assert [run.name for run in runs] == ['run1', 'run2', 'run3']
   assert reading.read([Path('a/run1'), tmp_path / 'a/run1'])[0].path == Path('a/run1')
+  assert reading.read([]) == []
 
 
 def test_long_names_that_differ_where_they_are_cut_stay_different(tmp_path):
