@@ -375,7 +375,8 @@ def main(parent: socket.socket, setup: Setup) -> None:
   def in_fork() -> None:
     # Else the parent would not see the end of this process as long as a helper of an environment
     # lives, and the helper could not be ended.
-    os.close(parent.detach())
+    if parent.fileno() >= 0:  # in a fork of a fork it is closed
+      os.close(parent.detach())
     for number in _SIGNALS:
       signal.signal(number, signal.SIG_DFL)
 

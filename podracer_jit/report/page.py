@@ -253,8 +253,9 @@ def _last(run: Run, name: str) -> float:
 
 def _facts(comparison: Comparison, runs: Sequence[Run]) -> list[tuple[str, str]]:
   finished = sum(run.state == 'finished' for run in runs)
-  # Seeds that one program has trained began at one time, and share its time.
-  walls = {repr(run.starts) if run.starts else run.name: _last(run, 'wall_s') for run in runs}
+  # Seeds that one program has trained share its time.
+  walls = {run.path.parent if run.shares_a_program else run.path: _last(run, 'wall_s')
+           for run in runs}
   facts = [('Runs', f'{len(runs):,}'), ('Finished', f'{finished:,} of {len(runs):,}')]
   tasks = comparing.tasks_of(runs)
   if len(runs) == 1:
@@ -503,8 +504,8 @@ def _finals(run: Run) -> dict[str, _Final]:
 
 def _is_usual(run: Run, record: Mapping[str, Any]) -> bool:
   """Returns whether a command evaluated the run's own task, and explored no more than it asks."""
-  return not record.get('env') and record.get('epsilon', 0.0) in (
-      0.0, run.config.get('eval.epsilon', 0.0))
+  epsilon = record.get('epsilon') or 0.0
+  return not record.get('env') and epsilon in (0.0, run.config.get('eval.epsilon'))
 
 
 def _final_of(values: Mapping[str, Any], record: Mapping[str, Any], source: str) -> _Final:

@@ -102,6 +102,12 @@ class Run(NamedTuple):
     return 'stopped' if self.steps else 'not begun'
 
   @property
+  def shares_a_program(self) -> bool:
+    """Whether the runs beside it in its folder were trained by the same program."""
+    headers = self.receipts.headers
+    return bool(headers) and 'num_seeds' in headers[-1]
+
+  @property
   def wall(self) -> np.ndarray:
     """Seconds of the commands that trained it; of old runs, of training alone."""
     wall = self.column('wall_s')
