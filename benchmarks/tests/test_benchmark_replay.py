@@ -66,6 +66,7 @@ def slots_bytes(capacity, envs=16, unroll=16, n_step=5, obs=24, action=6):
 def test_every_capacity_of_frames_has_its_row(tmp_path):
   path = tmp_path / 'figures.json'
   code, out, err = run('--config=configs/apex_dqn_atari.py:smoke', f'--json={path}',
+                       '--config.replay.evict_every=0',
                        f'--capacities=1000,2000,{TOO_LARGE}', '--config.network.hidden=16')
   assert code == 0, err
   rows = json.loads(path.read_text())
