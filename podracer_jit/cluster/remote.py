@@ -75,7 +75,7 @@ class Counters:
 
 
 class Shared(Protocol):
-  """What all remote objects of a run share: a `ray_cluster.Cluster`."""
+  """Interface of a cluster to its remote objects; `ray_cluster.Cluster` has it."""
 
   most_deaths: int  # deaths in a row, without an answer between them, after which calls fail
   counters: Counters

@@ -985,7 +985,7 @@ class Forks(gymnasium.Env):
 
 @pytest.mark.parametrize('dies', [False, True])
 def test_a_helper_that_an_environment_forks_ends_with_it(dies, make, tmp_path, monkeypatch):
-  """It inherits the socket to this process, and the worker's handlers of signals."""
+  """A forked helper inherits the socket to this process, and the worker's handlers of signals."""
   (tmp_path / 'forks_of_my_own.py').write_text(FORKS)
   monkeypatch.syspath_prepend(tmp_path)
   note = tmp_path / 'pid'

@@ -255,6 +255,12 @@ def notes_of(name, changed):
   return list(checks.notes(resolve(fields)))
 
 
+@pytest.mark.parametrize('every, count', [(0, 1), (100, 0)])
+def test_films_of_evaluations_that_are_never_made_are_noted(every, count):
+  notes = notes_of('ppo_cartpole', {'eval.video_every': 1, 'eval.every_updates': every})
+  assert [line.partition(':')[0] for line in notes] == ['eval.video_every'] * count
+
+
 SEGMENTS = {'env.num_envs': 4, 'unroll_length': 16, 'env.renew_every_updates': 2,
             'total_steps': 10_000, 'scheme': 'sync'}
 

@@ -270,7 +270,7 @@ def test_seeds_of_one_program_share_its_time(tmp_path):
 
 
 def test_waits_for_evaluations_are_the_sum_of_all_lines(tmp_path):
-  """Of 2,001 lines only each third is read, and there is a wait in each hundredth."""
+  """The report reads each third of 2,001 lines, and each hundredth line has a wait."""
   def wait(share):
     return 5.0 if round(2001 * share) % 100 == 0 else 0.0
   (run,) = reading.read([make(tmp_path / 'run', updates=2001, total=2_001_000,

@@ -2,6 +2,7 @@
 
 import html
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shlex
@@ -609,3 +610,13 @@ def test_slurm_is_needed_for_an_array(tmp_path, capsys, monkeypatch):
   monkeypatch.setenv('PATH', str(tmp_path / 'empty'))
   assert refused(capsys, *SMOKE, f'--out={tmp_path}', '--slurm=') == (
       '--slurm: this machine has no sbatch')
+  assert not (tmp_path / 'sweep.json').exists()  # nothing has begun
+
+
+@pytest.mark.full
+def test_a_sweep_that_cannot_begin_leaves_no_record(tmp_path, capsys, monkeypatch):
+  find = importlib.util.find_spec
+  monkeypatch.setattr(importlib.util, 'find_spec',
+                      lambda name, *args: None if name == 'ray' else find(name, *args))
+  assert 'Ray is not installed' in refused(capsys, *SMOKE, f'--out={tmp_path}', '--ray')
+  assert not (tmp_path / 'sweep.json').exists()
