@@ -142,8 +142,8 @@ class Trainer:
       self._program.segment(self._report, self)
       if before == [lane.update for lane in self._lanes]:
         break
-    # A stop was asked for after the segment's end, or ended it between two updates. Without an
-    # update in a segment that was stopped so, the newest checkpoint is what there is.
+    # A stop came after the end of a segment, or between two updates. There is no snapshot if it
+    # came before the first update of a segment; the newest checkpoint counts then.
     if any(lane.is_ahead for lane in self._lanes) and self._program.snapshot(0) is not None:
       self._save(Moment([lane.update for lane in self._lanes],
                         [lane.steps for lane in self._lanes], (), lambda: None,
