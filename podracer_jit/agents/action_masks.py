@@ -107,7 +107,7 @@ def seen(spec: EnvSpec) -> EnvSpec:
   dtype = spaces.flat_dtype(parts)
   if len(parts) == 1:
     (part,) = parts
-    return spec._replace(obs_shape=part.shape, obs_dtype=spaces.stored(part.dtype), parts=(),
+    return spec._replace(obs_shape=part.shape, obs_dtype=part.dtype, parts=(),
                          channels_last=part.channels_last, action_mask=None)
   return spec._replace(obs_shape=(spec.obs_shape[0] - (end - first),), obs_dtype=dtype,
                        parts=tuple(parts), action_mask=None)

@@ -157,9 +157,6 @@ def _spec(task: str, env: gymnasium.Env) -> EnvSpec:
                      'several (MultiDiscrete, integers from 0 on) and a vector of floats (Box) '
                      'can be learned')
   shape, dtype, obs_parts = spaces.layout(task, obs)
-  array = spaces.innermost(obs)
-  if isinstance(array, gymnasium.spaces.Box):
-    dtype = spaces.box_dtype(array)
   return EnvSpec(
       task=task,
       obs_shape=shape,

@@ -458,7 +458,8 @@ def _as_arrays(env: JaxEnv, obs: Any) -> jax.Array:
   """Returns observations of B environments as one array [B, ...]; see `spaces.observe`."""
   space = env.observation_space
   if spaces.is_array(space):
-    return spaces.array_in(obs, space)
+    array = spaces.array_in(obs, space)
+    return array.astype(bool) if spaces.is_image_of_bits(spaces.innermost(space)) else array
   return spaces.observe(obs, space, spaces.leaves_of('', space))
 
 

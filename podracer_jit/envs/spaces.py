@@ -21,7 +21,7 @@ MOST_VALUES = 4096  # of a number in an observation, which becomes a one-hot
 # Number of the rules by which this module lays out observations. Workdirs record it, since a
 # network fits one layout only; see `change_of_layout`. Those of podracer_jit 0.6 and before, which
 # do not record it, have 1.
-LAYOUT = 2
+LAYOUT = 3
 
 
 class ObsPart(NamedTuple):
@@ -103,7 +103,7 @@ def layout(task: str, space: Any) -> tuple[tuple[int, ...], np.dtype, tuple[ObsP
   """Returns shape, dtype and parts of one observation of `observe`."""
   leaves = leaves_of(task, space)
   if is_array(space):
-    return leaves[0].part.shape, stored(leaves[0].part.dtype), ()
+    return leaves[0].part.shape, stored(space), ()
   parts = tuple(leaf.part for leaf in leaves)
   size = sum(part.size for part in parts)
   return (size,), flat_dtype(parts), parts if len(parts) > 1 else ()
@@ -140,14 +140,17 @@ def _items(space: Any) -> list[tuple[Any, Any]]:
   return list(enumerate(space.spaces))
 
 
-def stored(dtype: Any) -> np.dtype:
-  """Returns the dtype in which an array of an observation is stored."""
-  return np.dtype(np.uint8) if dtype == np.bool_ else narrowed(dtype)
+def stored(space: Any) -> np.dtype:
+  """Returns the dtype in which observations are stored that are one array."""
+  array = innermost(space)
+  if is_image_of_bits(array):
+    return np.dtype(bool)
+  return np.dtype(np.uint8) if type(array).__name__ == 'MultiBinary' else box_dtype(array)
 
 
 def flat_dtype(parts: Iterable[ObsPart]) -> np.dtype:
   """Returns the dtype of a flat observation: uint8 if all its parts fit, else float32."""
-  small = all(stored(part.dtype) == np.uint8 for part in parts)
+  small = all(part.dtype in (np.bool_, np.uint8) for part in parts)
   return np.dtype(np.uint8 if small else np.float32)
 
 
@@ -173,12 +176,11 @@ def leaves_of(task: str, space: Any, name: str = '', start: int = 0) -> list[Lea
       leaves += leaves_of(task, part, f'{name}/{key}' if name else str(key), part_start)
     return leaves
 
-  if kind == 'Box':
+  if kind in ('Box', 'MultiBinary'):
     shape = tuple(space.shape)
-    return [Leaf(ObsPart(name, shape, box_dtype(space), start, is_channels_last(shape)), None)]
-  if kind == 'MultiBinary':
-    shape = tuple(np.atleast_1d(space.n)) if not space.shape else tuple(space.shape)
-    return [Leaf(ObsPart(name, shape, np.dtype(bool), start, is_channels_last(shape)), None)]
+    bits = kind == 'MultiBinary' or is_image_of_bits(space)
+    dtype = np.dtype(bool) if bits else box_dtype(space)
+    return [Leaf(ObsPart(name, shape, dtype, start, is_channels_last(shape)), None)]
   if kind == 'Discrete':
     return [_one_hot(task, name, int(space.n), _first(space), start)]
   if kind == 'MultiDiscrete':
@@ -269,7 +271,7 @@ def observe(obs: Any, space: Any, leaves: Sequence[Leaf]) -> Any:
   arrays = [x.astype(narrowed(x.dtype)) for x in _arrays(obs, space)]
   if is_array(space):
     # A cast to the same dtype is left out: it would be an operation of every Atari program.
-    dtype = stored(arrays[0].dtype)
+    dtype = stored(space)
     return arrays[0] if arrays[0].dtype == dtype else arrays[0].astype(dtype)
   size = len(arrays[0])
   dtype = flat_dtype(leaf.part for leaf in leaves)
@@ -336,14 +338,40 @@ def arrays_of(obs: Any, space: Any) -> Any:
   return np.asarray(obs)
 
 
-def change_of_layout(space: Any, shape: tuple[int, ...], sees_images: bool) -> str:
-  """Returns how the layout of observations differs from layout 1 (`LAYOUT`); '' if it does not.
+def change_of_layout(layout: int, space: Any, shape: tuple[int, ...], sees_images: bool) -> str:
+  """Returns how the layout of observations differs from an earlier one; '' if it does not.
 
   Args:
+    layout: the number of the earlier one; see `LAYOUT`.
     space: the space of one observation.
     shape: of one observation, as the network reads it.
     sees_images: whether the network asks for the layout of images.
   """
+  change = _change_of_layout_1(space, shape, sees_images) if layout < 2 else ''
+  if not change and layout < 3 and _has_image_of_bytes(space):
+    change = 'an image of bytes from 0 to 1 has bits now, and was read as one of bytes up to 255'
+  return change
+
+
+def _has_image_of_bytes(space: Any) -> bool:
+  """Returns whether an image in a space was stored as bytes in layout 2, and is one of bits now."""
+  # Among several parts, a MultiBinary was one of bits.
+  kinds = ('Box', 'MultiBinary') if is_array(space) else ('Box',)
+  return any(type(leaf).__name__ in kinds and is_image_of_bits(leaf)
+             for leaf in _without_parts(space))
+
+
+def _without_parts(space: Any) -> Iterable[Any]:
+  """Yields the spaces in dicts and tuples."""
+  if type(space).__name__ not in ('Dict', 'Tuple'):
+    yield space
+    return
+  for _, part in _items(space):
+    yield from _without_parts(part)
+
+
+def _change_of_layout_1(space: Any, shape: tuple[int, ...], sees_images: bool) -> str:
+  """Returns how the layout of observations differs from layout 1; see `change_of_layout`."""
   inner = innermost(space)
   images = [shape]
   if is_array(space):
@@ -442,6 +470,18 @@ def box_dtype(space: Any) -> np.dtype:
   return np.dtype(_NARROWED[dtype.name] if fits else np.float32)
 
 
+def is_image_of_bits(space: Any) -> bool:
+  """Returns whether an array is an image of whole numbers from 0 to 1.
+
+  Such images are stored as bool, since networks take bytes of images for pixels from 0 to 255.
+  """
+  if len(space.shape) != 3:
+    return False
+  # A user's own class may have no bounds.
+  return type(space).__name__ == 'MultiBinary' or (
+      space.dtype == np.uint8 and np.max(getattr(space, 'high', 255), initial=0) <= 1)
+
+
 def limits_of(dtype: Any) -> tuple[int, int] | None:
   """Returns the smallest and the largest whole number of a dtype; None for a dtype of floats."""
   dtype = np.dtype(dtype)
@@ -463,7 +503,7 @@ def whole_numbers(space: Any) -> tuple[Any, Any] | None:
     return int(space.start), int(space.start) + int(space.n) - 1
   if kind == 'MultiDiscrete':
     return space.start, space.start + space.nvec - 1
-  if kind == 'MultiBinary':
+  if kind == 'MultiBinary' or is_image_of_bits(space):
     return 0, 1
   return limits_of(box_dtype(space)) or limits_of(space.dtype)
 

@@ -169,7 +169,7 @@ class Agent:
       raise ValueError(f'obs: is not an observation of {self.task}, which are '
                        f'{self._spaces and self._spaces.observation}: {error!r}') from None
     fits = obs.shape[1:] == spec.obs_shape and axes in (0, 1)
-    # Bits are stored as bytes.
+    # Bits of vectors are stored as bytes.
     inner = self._spaces and spaces.innermost(self._spaces.observation)
     bits = type(inner).__name__ == 'MultiBinary'
     if not fits or not spaces.holds(bool if bits else spec.obs_dtype, obs):

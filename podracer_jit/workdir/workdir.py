@@ -165,7 +165,7 @@ class Workdir:
     spec = experiment.spec
     is_asked = hasattr(experiment.network, 'parts' if spec.parts else 'channels_last')
     change = spaces.change_of_layout(
-        spaces_of(task, experiment.env_options).observation, spec.obs_shape,
+        self.record.layout, spaces_of(task, experiment.env_options).observation, spec.obs_shape,
         sees_images=is_asked and (bool(spec.parts) or spec.channels_last))
     if change:
       raise ValueError(f'{self.path}: its network was trained with podracer_jit {version}, and '

@@ -547,7 +547,7 @@ def test_places_of_one_hots():
 def test_changes_of_the_layout_since_version_0_6():
   from gymnasium import spaces
   def change(space, shape, sees_images=True):
-    return env_spaces.change_of_layout(space, shape, sees_images)
+    return env_spaces.change_of_layout(1, space, shape, sees_images)
   box = spaces.Box(-1, 1, (2,), np.float32)
   cube = spaces.Box(0, 255, (10, 10, 10), np.uint8)
   number = spaces.Discrete(3)
@@ -565,6 +565,22 @@ def test_changes_of_the_layout_since_version_0_6():
                        (spaces.Box(0, 1, (3, 64, 96)), (3, 64, 96))):
     assert not change(space, shape)
   assert not change(cube, (10, 10, 10), sees_images=False)
+
+
+def test_changes_of_the_layout_since_version_0_8():
+  from gymnasium import spaces
+  def change(space, layout=2):
+    return env_spaces.change_of_layout(layout, space, env_spaces.layout('X-v0', space)[0], True)
+  bits, bytes_of_bits = spaces.MultiBinary([4, 4, 3]), spaces.Box(0, 1, (4, 4, 3), np.uint8)
+  vector = spaces.Box(-1, 1, (2,), np.float32)
+  for space in (bits, bytes_of_bits, spaces.Dict(x=bits), spaces.Dict(x=bytes_of_bits, y=vector),
+                spaces.Tuple((vector, spaces.Dict(x=bytes_of_bits, y=vector)))):
+    assert change(space) == ('an image of bytes from 0 to 1 has bits now, and was read as one of '
+                             'bytes up to 255')
+  for space in (spaces.MultiBinary(4), spaces.Box(0, 1, (4, 4, 3), bool), spaces.Discrete(3),
+                spaces.Box(0, 255, (4, 4, 3), np.uint8), spaces.Dict(x=bits, y=vector),
+                spaces.Dict(a=spaces.Discrete(3), b=vector)):
+    assert not change(space)
 
 
 def test_other_observations_are_refused_in_one_line():

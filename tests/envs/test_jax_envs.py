@@ -407,6 +407,17 @@ def test_an_array_alone_in_a_dict_keeps_its_shape():
       np.uint8([1, 2]).reshape(2, 1, 1, 1, 1), (2, 1, 2, 3, 3)))
 
 
+def test_images_of_bits_are_bools():
+  image = jnp.uint8([[[0, 1]]])
+  for space in (spaces.MultiBinary([1, 1, 2]), spaces.Box(0, 1, (1, 1, 2), np.uint8)):
+    family = counters(observation_space=space, reset=lambda self, key: (image, jnp.int32(0)),
+                      step=lambda self, key, state, action: (image, state, 0.0, False, False, {}))
+    assert family.make_spec('counter', {}).obs_dtype == np.bool_
+    steps = steps_of(family.make_vector_env('counter', {}, [2]), jnp.ones((2, 1), jnp.int32))
+    assert steps.obs.dtype == np.bool_
+    assert_array_equal(steps.obs, np.broadcast_to(image, (2, 1, 1, 1, 2)))
+
+
 @pytest.mark.parametrize('limit', [None, 0, np.int64(0)])
 def test_an_environment_may_have_no_limit(limit):
   family = counters(max_episode_steps=limit)
