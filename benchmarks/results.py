@@ -82,13 +82,19 @@ class Row(NamedTuple):
                     if not flag.startswith('--config.env.task='))
     cells = (f'`{self.config}`{flags}', self.task, f'{self.steps:,}', len(values),
              f'{_short(mean.value)}{interval}', _short(values.min()), _short(values.max()),
-             self.protocol, f'{self.seconds:,.0f} s', f'{self.commit}, {self.date}', self.published)
+             self.protocol, f'{self.seconds:,.0f} s',
+             f'{self.commit}, {self.date}, {_bare(self.processor)}', self.published)
     return f'| {" | ".join(map(str, cells))} |'
 
 
 COLUMNS = ('config', 'task', 'steps', 'seeds', 'mean (95%)', 'worst', 'best', 'return of', 'a run',
-           'commit, date', 'published')
+           'commit, date, CPU', 'published')
 HEADER = f'| {" | ".join(COLUMNS)} |\n{"|---" * len(COLUMNS)}|'
+
+
+def _bare(processor: str) -> str:
+  """Returns the name of a processor without what all names have."""
+  return ' '.join(processor.replace('(R)', '').replace('Processor', '').split())
 
 
 def _short(value: float) -> str:
@@ -182,7 +188,11 @@ def read(table: Path) -> list[Row]:
 
 
 def write(table: Path, rows: Sequence[Row]) -> None:
-  """Writes rows to a file, and to the page beside it that has a table of them, if there is one."""
+  """Writes rows to a file, and to the table of the page beside it, if there is a page.
+
+  Raises:
+    ValueError: the page has no such table.
+  """
   with table.open('w', newline='') as lines:
     writer = csv.writer(lines, lineterminator='\n')
     writer.writerow(Row._fields)
@@ -190,6 +200,8 @@ def write(table: Path, rows: Sequence[Row]) -> None:
   page = table.with_suffix('.md')
   if page.exists():
     before, header, after = page.read_text().partition(HEADER)
+    if not header:
+      raise ValueError(f'{page}: has no table that begins with {COLUMNS}')
     after = re.sub(r'(\n\|.*)*', '', after, count=1)
     page.write_text('\n'.join([before + header, *(row.markdown() for row in rows)]) + after)
 

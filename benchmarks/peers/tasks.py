@@ -76,6 +76,9 @@ def _off_policy(config: str, *flags: str) -> list[str]:
   return [f'--config={config}', '--config.replay.min_size=256', *flags]
 
 
+_ONE_STEP = ('--config.scheme=fused', '--config.env.num_envs=1', '--config.unroll_length=1',
+             '--config.replay.gradient_steps=1')
+_WIDE = '--config.env.num_envs=32', '--config.unroll_length=1'
 _GYMNAX_PEERS = ('scanned', 'rejax')
 _STABLE_PEERS = ('sb3', 'sbx')
 # The cases of each task. With 16,384 environments, shorter rollouts keep an update near a second.
@@ -107,15 +110,18 @@ TASKS: Mapping[str, Mapping[str, Case]] = {
             'SAC HalfCheetah 8 x 4, 32 gradient steps', _off_policy('sac_mujoco'), _STABLE_PEERS),
         'cheetah_sac_1': Case(
             'SAC HalfCheetah 1 x 1, 1 gradient step',
-            _off_policy('sac_mujoco', '--config.scheme=fused', '--config.env.num_envs=1',
-                        '--config.unroll_length=1', '--config.replay.gradient_steps=1'),
-            _STABLE_PEERS),
+            _off_policy('sac_mujoco', *_ONE_STEP), _STABLE_PEERS),
         'cheetah_sac_32': Case(
             'SAC HalfCheetah 32 x 1, 32 gradient steps',
-            _off_policy('sac_mujoco', '--config.env.num_envs=32', '--config.unroll_length=1'),
-            _STABLE_PEERS),
+            _off_policy('sac_mujoco', *_WIDE), _STABLE_PEERS),
         'cheetah_td3': Case(
-            'TD3 HalfCheetah 8 x 4, 32 gradient steps', _off_policy('td3_mujoco'), _STABLE_PEERS)},
+            'TD3 HalfCheetah 8 x 4, 32 gradient steps', _off_policy('td3_mujoco'), _STABLE_PEERS),
+        'cheetah_td3_1': Case(
+            'TD3 HalfCheetah 1 x 1, 1 gradient step', _off_policy('td3_mujoco', *_ONE_STEP),
+            _STABLE_PEERS),
+        'cheetah_td3_32': Case(
+            'TD3 HalfCheetah 32 x 1, 32 gradient steps', _off_policy('td3_mujoco', *_WIDE),
+            _STABLE_PEERS)},
     'cartpole_gymnasium': {'cartpole_gymnasium': Case(
         'PPO Gymnasium CartPole 16 x 128, 4 epochs x 4',
         [*_CARTPOLE, '--config.env.task=gymnasium:CartPole-v1', '--config.env.num_envs=16',

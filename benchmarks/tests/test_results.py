@@ -24,7 +24,9 @@ def test_a_further_seed_is_expected_in_the_prediction_interval():
 def test_a_row_in_markdown():
   assert ROW.markdown() == (
       '| `ppo_cartpole` `--config.num_shards=2` | CartPole-v1 | 1,000 | 3 | 2.000 (1.000 to 3.000) '
-      '| 1.000 | 3.000 | greedy, 20 episodes | 12 s | abc, 2026-11-28 |  |')
+      '| 1.000 | 3.000 | greedy, 20 episodes | 12 s | abc, 2026-11-28, EPYC |  |')
+  assert ', 2026-11-28, Intel Xeon |' in ROW._replace(
+      processor='Intel(R) Xeon(R) Processor').markdown()
   assert ROW._replace(flags='--config.env.task=CartPole-v1').markdown().startswith(
       '| `ppo_cartpole` | CartPole-v1 |')
 
@@ -45,6 +47,9 @@ def test_the_table_of_the_page_is_replaced(tmp_path):
   results.write(tmp_path / 'results.csv', [ROW])
   assert page.read_text() == (
       f'# Results\n\n{results.HEADER}\n{ROW.markdown()}\n\n| another | table |\n')
+  page.write_text('# Results\n\n| another | table |\n')
+  with pytest.raises(ValueError, match=r'results.md: has no table that begins with .*config'):
+    results.write(tmp_path / 'results.csv', [ROW])
 
 
 def test_rows_of_real_runs_and_one_trained_again(tmp_path):

@@ -3,8 +3,9 @@
 podracer_jit --config=configs/td3_mujoco.py --config.env.task=Hopper-v4 --workdir=runs/td3_hopper
 
 The settings are those of the authors' later program and of CleanRL's td3_continuous_action; the
-paper's are in losses/td3.py. The first weights are theirs, too: with orthogonal ones a run on Ant
-learned to stand still. Eight environments act at once, and 32 gradient steps follow each 32 steps.
+paper's are in losses/td3.py. Hidden layers begin with weights like theirs: with orthogonal ones a
+run on Ant learned to stand still. Eight environments act at once, and 32 gradient steps follow each
+32 steps.
 """
 
 from podracer_jit import experiment

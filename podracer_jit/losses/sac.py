@@ -73,10 +73,11 @@ class SAC(OffPolicyActorCritic):
   steps, so where episodes are short, there are somewhat more gradient steps than steps. A truncated
   episode is bootstrapped from its last observation.
 
-  There are four differences from the paper. Actor, critics and temperature take their gradients at
+  There are five differences from the paper. Actor, critics and temperature take their gradients at
   the same parameters; in algorithm 1 the critics step first. The temperature is trained by its
   logarithm. Log standard deviations are squashed into -5 to 2. The first `replay.min_size` actions
-  are uniform. The authors' program has the second and the last of them, too.
+  are uniform. Hidden layers begin with orthogonal weights; the paper names none. The authors'
+  program has the second and the fourth of them, too.
   """
 
   actor = Actor

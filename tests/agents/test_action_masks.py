@@ -595,8 +595,11 @@ def test_runs_and_evaluations_take_legal_actions_with_the_same_bits_anywhere(nam
 
   prepared_run = prepared(config)
   acting = prepared_run.experiment.algorithm.acting(state)
-  for greedy in (False, True):
-    player = evaluation.make_player(prepared_run, acting, 6, 1)._replace(greedy=greedy)
+  drawn = evaluation.make_player(prepared_run, acting, 6, 1)
+  players = [drawn, drawn._replace(greedy=True)]
+  if loss in ('dqn', 'pqn', 'r2d2'):
+    players.append(evaluation.exploring(drawn, False, 0.5))
+  for player in players:
     check_legal(*evaluation.play(player, evaluation.Settings(6, 3, seed=0, max_steps=100)))
 
   assert run(changed(config, scheme='fused', placement__actor_devices=(0,),

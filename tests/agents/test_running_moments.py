@@ -209,8 +209,8 @@ def test_stacks_of_frames_of_a_replay_are_not_normalised():
 
 def of_replay(loss, **fields):
   """Returns a config whose replay learns from the second update on, with moments if it may."""
-  config = small(loss, 'Pendulum-v1' if loss in ('sac', 'td3') else 'CartPole-v1', num_shards=2,
-                 num_grad_shards=2)
+  config = small(loss, 'Pendulum-v1' if loss in ('sac', 'td3', 'dpg') else 'CartPole-v1',
+                 'deterministic' if loss == 'dpg' else 'mlp', num_shards=2, num_grad_shards=2)
   config['num_minibatches'] = 1
   config['replay'] |= dict(capacity=256, min_size=64, batch_size=32, gradient_steps=3)
   if loss == 'r2d2':

@@ -289,6 +289,13 @@ RUNS = {
         '--config.network.core_size=16', '--config.total_steps=2080',
         '--config.env.renew_every_updates=5', '--config.checkpoint.every_updates=3',
         '--config.log.tensorboard=False'],
+    'lockstep dqn': ['--config=configs/apex_dqn_catch.py:smoke', '--config.replay.min_size=256',
+                     '--config.total_steps=980', '--config.env.renew_every_updates=5',
+                     '--config.checkpoint.every_updates=3', '--config.log.tensorboard=False'],
+    'lockstep dpg': ['--config=configs/apex_dpg_cartpole_swingup.py:smoke',
+                     '--config.scheme=apex_lockstep', '--config.total_steps=2300',
+                     '--config.env.renew_every_updates=5', '--config.checkpoint.every_updates=3',
+                     '--config.log.tensorboard=False'],
     # Three parts with an optimizer each, and target critics.
     'lockstep sac': ['--config=configs/sac_pendulum.py:smoke', *PENDULUM],
     # A count of gradient steps says when the actor learns.
@@ -317,7 +324,7 @@ def uninterrupted(tmp_path_factory):
 @pytest.mark.parametrize('name', essential(RUNS, 'cleanba impala'))
 @pytest.mark.same_bits('killed at random and resumed',
                        'IMPALA: MLP (`cleanba`), PPO, PQN: MLP, GRU, V-MPO, PPG, RND (`fused`), '
-                       'R2D2: GRU, SAC, TD3 (`apex_lockstep`)')
+                       'R2D2: GRU, DQN, DPG, SAC, TD3 (`apex_lockstep`)')
 def test_a_killed_run_resumes_to_the_same_bits(name, uninterrupted, tmp_path):
   """The run is killed at a random moment between its start and its end."""
   num_updates = random.randrange(9)

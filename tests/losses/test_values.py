@@ -157,9 +157,19 @@ def test_dpg_losses_train_each_network_alone(importance_weights):
   of_policy = weight[:, None] if importance_weights == 'both' else 1.0
   by_action = -jnp.asarray(of_policy * np.clip(slope, -clip, clip))
   of_policy = jax.vjp(act, params)[1](by_action)[0]['params']
-  of_critic = jax.grad(critic_loss)(params)['params']
+  of_critic = jax.grad(critic_loss)(params)
+  flat, unravel = jax.flatten_util.ravel_pytree(params)
+  checked = slice(0, None, 7)  # every seventh parameter
+  numeric = numeric_gradient(lambda x: float(critic_loss(unravel(flat.at[checked].set(x)))),
+                             flat[checked], step=1e-2)
+  assert_allclose(jax.flatten_util.ravel_pytree(of_critic)[0][checked], numeric, rtol=0.02,
+                  atol=1e-3)
+  numeric = numeric_gradient(
+      lambda x: float(jnp.sum(q(params, batch.obs, jnp.float32(x)))), act(params), step=1e-2)
+  assert_allclose(slope, numeric, rtol=0.02, atol=1e-3)
   for name, part in gradient['params'].items():
-    expected = of_critic if name.startswith(('_critic', '_value')) else of_policy
+    is_critic = name.startswith(('_critic', '_value'))
+    expected = of_critic['params'] if is_critic else of_policy
     jax.tree.map(lambda a, b: assert_allclose(COUNT * a, b, rtol=1e-4, atol=1e-6), part,
                  expected[name])
 

@@ -88,6 +88,7 @@ CASES = {
     'gaussian': ('Pendulum-v1', {}),
     'scaled_gaussian': ('Pendulum-v1', dict(policy='scaled_gaussian')),
     'tanh_gaussian': (OWN_ENVS['Forces'], dict(policy='tanh_gaussian')),
+    'impala': ('CartPole-v1', dict(loss='impala')),
     'dqn': ('CartPole-v1', dict(loss='dqn', num_minibatches=1)),
     'pqn': ('CartPole-v1', dict(loss='pqn', network__core='gru', network__core_size=8)),
     'r2d2': ('CartPole-v1', dict(loss='r2d2', num_minibatches=1, network__core='lstm',

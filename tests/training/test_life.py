@@ -529,7 +529,7 @@ def test_init_from_a_run_with_a_replay_copies_its_parameters_to_the_target(with_
   assert not (tmp_path / 'checkpoints' / '0' / 'replay').exists()
 
 
-@pytest.mark.parametrize('loss', essential(['pqn', 'sac', 'td3', 'r2d2'], 'td3'))
+@pytest.mark.parametrize('loss', essential(['pqn', 'sac', 'td3', 'r2d2', 'dpg'], 'td3'))
 def test_a_run_of_a_newer_algorithm_is_evaluated_and_another_begins_with_it(loss, tmp_path):
   of_workdir = prepared(changed(of_replay(loss) if loss != 'pqn' else changed(
       small('pqn'), normalise__obs=True), total_steps=300, checkpoint__every_updates=0,

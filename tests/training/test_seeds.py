@@ -68,13 +68,15 @@ class Push(Walk):
 
 def config_of(loss='ppo', **fields):
   """8 or 9 updates of a small task, a checkpoint after every third; a row has 64 steps."""
-  config = small(loss, f'{__name__}:Walk', num_grad_shards=2, num_shards=2)
+  network = 'deterministic' if loss == 'dpg' else 'mlp'
+  config = small(loss, f'{__name__}:Walk', network, num_grad_shards=2, num_shards=2)
   config['total_steps'] = 464  # seeds need different numbers of updates
   config['scheme'] = 'fused'
   config['checkpoint']['every_updates'] = 3
   config['placement']['updates_per_call'] = 2
   config['log']['tensorboard'] = False
-  config['network']['hidden'] = (16,)
+  if network == 'mlp':
+    config['network']['hidden'] = (16,)
   return changed(config, **fields)
 
 
@@ -137,6 +139,20 @@ def test_each_seed_is_the_agent_that_it_would_be_alone(three):
     losses = [float(x) for report in reports
               for x in np.asarray(jax.device_get(report.metrics['value_loss']))[:report.count]]
     assert [record['value_loss'] for record in metrics[:4]] == losses
+
+
+@pytest.mark.parametrize('loss, fields', essential([
+    ('dqn', {}), ('r2d2', SEQUENCES), ('pqn', dict(network__core='gru', network__core_size=8)),
+    ('td3', PUSH)], 'dqn'))
+def test_seeds_with_a_replay_or_a_core_are_the_agents_that_they_would_be_alone(tmp_path, loss,
+                                                                              fields):
+  config = with_a_replay(config_of(loss), **fields)
+  _, by_seed = train(config, tmp_path / 'two', 2)
+  for seed, (_, receipts) in enumerate(by_seed, 1):
+    alone = tmp_path / f'alone{seed}'
+    with trainer.opened(resolve(changed(config, seed=seed)), alone, NOTHING) as opened:
+      assert opened.train(stopping.Stopping(), quiet=True)
+    assert lines_of(alone)[1] == receipts
 
 
 @pytest.mark.as_shipped
@@ -241,8 +257,9 @@ def check_a_stop(config, folder, whole):
 
 
 @pytest.mark.parametrize('loss, fields', essential([
-    ('ppo', {}), ('dqn', {}), ('dqn', dict(checkpoint__replay=False)),
-    ('r2d2', SEQUENCES), ('pqn', {}), ('sac', PUSH), ('td3', PUSH), ('examples.vmpo:VMPO', {}),
+    ('ppo', {}), ('impala', {}), ('dqn', {}), ('dqn', dict(checkpoint__replay=False)),
+    ('dpg', PUSH), ('r2d2', SEQUENCES), ('pqn', {}), ('sac', PUSH), ('td3', PUSH),
+    ('examples.vmpo:VMPO', {}),
     ('examples.ppg:PPG', dict(network__separate_critic=True, loss__policy_updates=2)),
     ('examples.rnd:RND', dict(loss__embedding=5))], 'ppo'))
 def test_seeds_that_were_stopped_go_on_to_the_same_bits(tmp_path, three, loss, fields):
