@@ -207,7 +207,9 @@ def _placement(experiment: Experiment) -> Iterator[str]:
   name = experiment.scheme_name
   learners = place.learner_devices
   if len(set(learners)) < len(learners) and not scheme.each:
-    yield f'placement.learner_devices: names a device twice, got {shown(learners)}'
+    # Without learner devices in the config they are the actor devices.
+    field = 'learner_devices' if place.differs('learner_devices') else 'actor_devices'
+    yield f'placement.{field}: names a device twice, got {shown(learners)}'
   fields = ('actor_devices', 'learner_devices', 'actors_per_device')
   where = ', '.join(f'{field} = {shown(getattr(place, field))}' for field in fields)
   # The message begins with the field that the user set, if only one differs from its default.

@@ -191,6 +191,8 @@ def test_the_first_exception_of_any_worker_ends_the_run(scheme, name):
      'learner_devices = (0, 1)); take a multiple of 2'),
     (dict(scheme='rapid', placement__learner_devices=(1, 1)),
      'placement.learner_devices: names a device twice'),
+    (dict(scheme='ddppo', placement__actor_devices=(1, 1)),
+     'placement.actor_devices: names a device twice, got (1, 1)'),
     (dict(scheme='a3c'), "scheme: there is no 'a3c'; known are sync, cleanba")])
 def test_fields_that_do_not_fit_a_scheme_are_refused(fields, message):
   config = changed(small('ppo', num_shards=2, num_grad_shards=2), **fields)
