@@ -15,7 +15,7 @@ from pathlib import Path
 
 from podracer_jit.errors import FAILED, FINISHED, INTERRUPTED, REFUSED
 from podracer_jit.options import hint
-from podracer_jit.runtime.output import complain, give_up_lost_streams
+from podracer_jit.runtime.output import complain, give_up_lost_streams, open_closed_streams
 from podracer_jit.training import stopping
 
 VERBS = {
@@ -88,6 +88,7 @@ def run() -> None:
   gc.set_threshold(50_000, 20, 50)
   # `main` enables it again: imports leave nothing to collect.
   gc.disable()
+  open_closed_streams()
   try:
     code = main(sys.argv)
     stopping.ignore()

@@ -44,6 +44,20 @@ class LastingStream:
       self._lost = True
 
 
+def open_closed_streams() -> None:
+  """Opens /dev/null for each standard stream that is closed, as after `2>&-`.
+
+  Else the next files that are opened would be taken for these streams.
+  """
+  for descriptor, name in enumerate(('stdin', 'stdout', 'stderr')):
+    try:
+      os.fstat(descriptor)
+    except OSError:
+      os.open(os.devnull, os.O_RDWR)  # takes the lowest number, which is this one
+    if getattr(sys, name) is None:
+      setattr(sys, name, open(descriptor, 'w' if descriptor else 'r', closefd=False))
+
+
 def _encodable(text: str, stream: TextIO) -> str:
   """Returns the text with escapes for characters that the stream's encoding lacks."""
   encoding = getattr(stream, 'encoding', None) or 'utf-8'

@@ -142,7 +142,8 @@ def problem_of_shapes(run: build.Run, workdir: Path, update: int, renews_envs: b
 def _newest(source: Path) -> int:
   """Returns the update of the newest whole checkpoint, the same in all processes."""
   if not source.is_dir():
-    raise ValueError(f'--init_from: {source} does not exist')
+    raise ValueError(f'--init_from: {source} '
+                     f'{"is a file; name a folder" if source.exists() else "does not exist"}')
   update = host.of_process_0(checkpoints.newest_whole(source))
   if update is None:
     raise ValueError(f'--init_from: {source} has no whole checkpoint')

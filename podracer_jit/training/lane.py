@@ -309,7 +309,7 @@ class Lane:
   def finish(self) -> None:
     """Waits for evaluations that have begun, and has all sinks keep what they were told."""
     if self._is_evaluating and not self._have_sinks_begun:
-      self._begin_sinks({})  # a stop cut the last evaluation of a run that has all its updates
+      self._begin_sinks({})  # no update was made, and a stop had cut an evaluation
     if self._evaluator:
       self._evaluator.wait()
     self._sinks.before_save()

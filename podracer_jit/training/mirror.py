@@ -70,10 +70,12 @@ class Mirror(Sink):
     try:
       self._store, self._root = fsspec.core.url_to_fs(url)
       index = self._read(INDEX)
+      if index is not None:
+        self._go_on(index)
     except Exception as error:  # noqa: BLE001 - each store has errors of its own
+      if isinstance(error, ValueError) and str(error).startswith('--mirror: '):
+        raise
       raise ValueError(f'--mirror: {url}: {type(error).__name__}: {error}') from error
-    if index is not None:
-      self._go_on(index)
 
   def _go_on(self, index: Mapping[str, Any]) -> None:
     """Fetches the copy, or checks that the workdir is as far as the copy.
@@ -106,6 +108,17 @@ class Mirror(Sink):
                        '--workdir')
     unfinished = self._workdir.with_name(f'{self._workdir.name}.fetching')
     shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+      self._fetch_to(unfinished, sizes)
+      if self._workdir.exists():
+        self._workdir.rmdir()
+      unfinished.rename(self._workdir)
+    finally:
+      shutil.rmtree(unfinished, ignore_errors=True)
+    self._copied |= {name: self._version(name, size) for name, size in sizes.items()}
+
+  def _fetch_to(self, unfinished: Path, sizes: Sizes) -> None:
+    """Fetches files of these sizes to a folder."""
     for name, size in sizes.items():
       target = unfinished / name
       # The index may be a stranger's.
@@ -119,15 +132,14 @@ class Mirror(Sink):
       # which the start checks.
       if is_growing and target.stat().st_size > size:
         os.truncate(target, size)
-    if self._workdir.exists():
-      self._workdir.rmdir()
-    unfinished.rename(self._workdir)
-    self._copied |= {name: self._version(name, size) for name, size in sizes.items()}
 
   def begin(self, start: Start) -> None:
     """Takes the copy over from any other command, once."""
-    if self._has_begun:
-      return
+    del start
+    if not self._has_begun:
+      self._take_over()
+
+  def _take_over(self) -> None:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
     holder = dict(token=self._token, host=socket.gethostname(), pid=os.getpid(), since=now)
     try:
@@ -158,8 +170,10 @@ class Mirror(Sink):
     Raises:
       NotSaved: it cannot be copied; the workdir has it.
     """
-    if not self._has_begun:
-      return
+    if not self._has_begun:  # no segment was left to make, but perhaps the copy before had failed
+      if not (self._workdir / record.NAME).exists():
+        return
+      self._take_over()
     if self._copying is not None:
       concurrent.futures.wait([self._copying])
     updates = checkpoints.saved_updates(self._workdir)

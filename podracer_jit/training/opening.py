@@ -34,11 +34,26 @@ class Opened(NamedTuple):
 def opened_run(run: build.Run, workdir: Path, request: Request) -> Iterator[Opened]:
   """Opens the workdir of a run that was built, in all processes; closes it on exit.
 
-  Process 0 locks the workdir, looks once, decides and tells all processes, and then writes.
-
   Raises:
     ValueError: the workdir is in use, of another experiment, or cannot be repaired.
     OSError: it cannot be written to.
+  """
+  with decided(run, workdir, request) as begin:
+    yield begin()
+
+
+@contextlib.contextmanager
+def decided(run: build.Run, workdir: Path, request: Request
+            ) -> Iterator[Callable[[], Opened]]:
+  """Locks the workdir of a run that was built, and decides what happens there; closes it on exit.
+
+  Process 0 locks the workdir, looks once, decides and tells all processes.
+
+  Yields:
+    What then writes to the workdir, and returns the opened run.
+
+  Raises:
+    ValueError: the workdir is in use, of another experiment, or cannot be repaired.
   """
   is_first = run.place.process == 0
   folder: OpenWorkdir | None = None
@@ -52,17 +67,6 @@ def opened_run(run: build.Run, workdir: Path, request: Request) -> Iterator[Open
       return begins
 
     begins = _by_process_0(decide, is_first)
-    state = None
-    if begins and request.init_from:
-      if (request.init_from / record.NAME).is_file():
-        Workdir(request.init_from).check_layout(run.experiment)
-      state, origin = inherit.read(run, request.init_from, request.init_partly)
-      first = record.new(run.experiment.fields, origin)
-    if begins:
-      _by_process_0(lambda: folder.clear(), is_first)
-    if state is not None:
-      with contextlib.closing(checkpoints.Checkpoints(workdir)) as saved:
-        saved.save(build.Snapshot(state), {'run': first.as_json()})
 
     def write() -> int | None:
       if begins:
@@ -73,10 +77,24 @@ def opened_run(run: build.Run, workdir: Path, request: Request) -> Iterator[Open
       folder.go_on(first)
       return folder.seen.update
 
-    update = _by_process_0(write, is_first)
-    opened = folder or _opened_by_process_0(workdir, run.experiment.fields)
-    state = None  # otherwise it would stay in memory while the run trains
-    yield Opened(run, workdir, opened.record, update, folder.notes if folder else ())
+    def begin() -> Opened:
+      nonlocal first
+      state = None
+      if begins and request.init_from:
+        if (request.init_from / record.NAME).is_file():
+          Workdir(request.init_from).check_layout(run.experiment)
+        state, origin = inherit.read(run, request.init_from, request.init_partly)
+        first = record.new(run.experiment.fields, origin)
+      if begins:
+        _by_process_0(lambda: folder.clear(), is_first)
+      if state is not None:
+        with contextlib.closing(checkpoints.Checkpoints(workdir)) as saved:
+          saved.save(build.Snapshot(state), {'run': first.as_json()})
+      update = _by_process_0(write, is_first)
+      opened = folder or _opened_by_process_0(workdir, run.experiment.fields)
+      return Opened(run, workdir, opened.record, update, folder.notes if folder else ())
+
+    yield begin
 
 
 def _by_process_0(function: Callable[[], Any], is_first: bool) -> Any:

@@ -45,7 +45,7 @@ class Start(NamedTuple):
   seed: int
   update: int  # updates done
   steps: int  # valid agent steps learned from
-  # Its line in receipts.jsonl; empty if only the last evaluation is still to be made.
+  # Its line in receipts.jsonl; empty if no update is made, but only evaluations that a stop cut.
   header: Mapping[str, Any]
   config: Mapping[str, Any] = {}  # the run's, nested dicts of plain values
 
@@ -346,13 +346,14 @@ class Journals(Sink):
     self._eval_wait_s = 0.0  # of updates since the newest line of metrics
 
   def begin(self, start: Start) -> None:
-    """Writes the header of a segment to the receipts.
+    """Writes the header of a segment, if there is one, to the receipts.
 
     Raises:
       NotSaved: they cannot be written.
     """
-    with writing():
-      self._receipts.write(json.dumps(dict(start.header)))
+    if start.header:
+      with writing():
+        self._receipts.write(json.dumps(dict(start.header)))
 
   def update(self, record: Record, receipt: Record) -> None:
     """Appends an update; to metrics only if they have a line of it.

@@ -109,6 +109,7 @@ class Stopping:
       while not self._asked and time.monotonic() < deadline_s:
         time.sleep(0.05)
       if self._asked or self._ended:
+        self._tell_if_slow()
         return
       if not self._training:
         self._leave()
@@ -122,6 +123,16 @@ class Stopping:
           wakeups.recv(1024, socket.MSG_DONTWAIT)
         is_told = True
         complain('podracer_jit: stops when XLA has compiled; a second signal ends it at once')
+
+
+  def _tell_if_slow(self) -> None:
+    """Tells that the training stops, if it has not after a moment: a learner may still compile."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while self._training and not self._ended:
+      if time.monotonic() > deadline_s:
+        complain('podracer_jit: stops after this update; a second signal ends it at once')
+        return
+      time.sleep(0.05)
 
 
 def numbers() -> list[signal.Signals]:

@@ -426,6 +426,9 @@ def opened(experiment: Experiment, workdir: Path, request: Request,
   trackers.check_installed(experiment.log.tracker)
   notes = []
   first = workdir if num_seeds is None else workdir / f'seed{experiment.seed}'
+  if num_seeds is not None and (workdir / record.NAME).exists():
+    raise ValueError(f'--workdir: {workdir} is the workdir of one run; with --num_seeds each seed '
+                     'gets a folder in it: choose another')
   experiment = opening.as_it_began(experiment, first)
   renewal = opening.renewal_until_0_7(experiment, first)
   if renewal is not None:
@@ -449,12 +452,15 @@ def opened(experiment: Experiment, workdir: Path, request: Request,
     if num_seeds is None:
       runs = [stack.enter_context(opening.opened_run(run, workdir, request))]
       notes += runs[0].notes
+    begin = {}
     for seed in range(experiment.seed, experiment.seed + (num_seeds or 0)):
       # Nothing but the experiment depends on the seed, so the seeds share what is compiled.
       of_seed = dataclasses.replace(run, experiment=dataclasses.replace(
           experiment, seed=seed, fields={**experiment.fields, 'seed': seed}))
-      runs.append(stack.enter_context(opening.opened_run(
-          of_seed, workdir / f'seed{seed}', request)))
+      begin[seed] = stack.enter_context(opening.decided(
+          of_seed, workdir / f'seed{seed}', request))
+    for seed in begin:  # only now: the workdir of one seed may refuse them all
+      runs.append(begin[seed]())
       seeds.check_stages(runs[-1], seed)
       notes += [f'seed {seed}: {note}' for note in runs[-1].notes]
     yield Training(runs, workdir, notes)

@@ -142,7 +142,10 @@ class Lines:
       OSError: it cannot be written; the error names the file, as for the other methods.
     """
     self._path = path
-    self._file = path.open('ab')
+    with naming(path):
+      # As in `append_line`: no link, and no pipe.
+      how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+      self._file = os.fdopen(os.open(path, how, 0o666), 'ab')
     sync_folder(path.parent)
 
   def write(self, line: str) -> None:
@@ -174,7 +177,11 @@ def truncate(path: Path, size: int) -> None:
     OSError: the file cannot be written; the error names it.
   """
   with naming(path):
-    os.truncate(path, size)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+      os.ftruncate(descriptor, size)
+    finally:
+      os.close(descriptor)
 
 
 def rename(path: Path, target: Path) -> None:

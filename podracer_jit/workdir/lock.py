@@ -68,7 +68,9 @@ class WorkdirLock:
 
   def _lock(self) -> None:
     while True:
-      descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+      # A stranger's workdir may have a link to another file of the user's.
+      how = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+      descriptor = os.open(self._path, how, 0o644)
       try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # The holder before may have removed the file between the two calls.

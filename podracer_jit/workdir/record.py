@@ -172,6 +172,15 @@ class Record:
     return dataclasses.replace(self, stages=[*before, Stage(last.first_update, whole),
                                              Stage(first_update, config)])
 
+  def refreshed(self, fields: Mapping[str, Any]) -> Record:
+    """Returns the record of a run that goes on with other free fields alone, as the newest config.
+
+    Args:
+      fields: the whole config, plain values.
+    """
+    *before, newest = self.stages
+    return dataclasses.replace(self, stages=[*before, newest._replace(config=json_of(fields))])
+
   def renewed(self, first_update: int, reason: str) -> Record:
     """Returns the record of a run that goes on with this update.
 

@@ -299,7 +299,7 @@ class OpenWorkdir(Workdir):
     saved = self.seen.record
     changes = saved.differences(fields)
     if not changes:
-      return saved
+      return saved.refreshed(fields)
     try:
       return saved.changed(fields, (self.seen.update or 0) + 1)
     except ValueError as error:
@@ -372,6 +372,8 @@ def opened(path: Path) -> Iterator[OpenWorkdir]:
     try:
       if path.exists() and not path.is_dir():
         raise ValueError(f'--workdir: {path} is a file; name a folder')
+      if path.is_symlink() and not path.exists():
+        raise ValueError(f'--workdir: {path} is a link to {path.readlink()}, which does not exist')
       files.make_folder(path)
       workdir_lock = lock.WorkdirLock(path)
     except OSError as error:

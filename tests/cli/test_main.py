@@ -426,6 +426,7 @@ def test_a_changed_config_is_refused_and_a_changed_placement_is_not(
   assert '; loss.discount: 0.99 there, 0.9 now: --change=loss.discount allows it)' in error
   assert train.main([*args, '--config.placement.env_threads=2', '--config.placement.xla_threads=9',
                      '--config.log.window=5']) == 0
+  assert json.loads((workdir / 'config.json').read_text())['config']['log']['window'] == 5
 
 
 def test_a_hanging_thread_does_not_keep_the_process_alive(tmp_path):

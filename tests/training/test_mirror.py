@@ -223,6 +223,28 @@ def test_a_copy_that_fails_at_the_end_is_an_error(tmp_path, monkeypatch):
     copy.close()
 
 
+def test_a_finished_run_whose_copy_had_failed_is_copied(tmp_path):
+  workdir, store = trained(tmp_path / 'w'), tmp_path / 'store'
+  copy = mirror.Mirror(f'file://{store}', workdir)
+  copy.close()  # a training with no segment left begins no sink
+  assert_equal_folders(workdir, store)
+  (tmp_path / 'empty').mkdir()
+  mirror.Mirror('memory://runs/none', tmp_path / 'empty').close()  # no run has begun
+  assert not fsspec.filesystem('memory').exists('/runs/none')
+
+
+def test_a_broken_copy_is_one_line_and_leaves_nothing_behind(tmp_path):
+  store = fsspec.filesystem('memory')
+  for name, index, message in (
+      ('headless', dict(run='', update=1), "^--mirror: memory://runs/headless: KeyError: 'files'$"),
+      ('gone', dict(run='', update=1, files={'metrics.jsonl': 1}),
+       '^--mirror: memory://runs/gone: FileNotFoundError: ')):
+    store.pipe_file(f'/runs/{name}/mirror.json', json.dumps(index).encode())
+    with pytest.raises(ValueError, match=message):
+      mirror.Mirror(f'memory://runs/{name}', tmp_path / 'w')
+  assert not os.listdir(tmp_path)
+
+
 def test_what_does_not_fit_is_refused(tmp_path):
   workdir = trained(tmp_path / 'w')
   for url, message in (

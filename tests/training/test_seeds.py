@@ -16,7 +16,7 @@ from podracer_jit.experiment.resolve import resolve
 from podracer_jit.runtime import host
 from podracer_jit.training import seeds, stopping, trainer
 from podracer_jit.training.sinks import Diverged
-from podracer_jit.workdir import checkpoints, journal
+from podracer_jit.workdir import checkpoints, journal, record
 from podracer_jit.workdir.workdir import Workdir, make_request
 from tests import processes
 from tests.envs.masked import LIMIT
@@ -334,6 +334,25 @@ def test_a_workdir_of_another_experiment_is_refused(tmp_path, three):
     train(config, tmp_path, 2)
   finished, by_seed = train(config, tmp_path, 2, options=make_request(extend=True))
   assert finished and all(metrics[-1]['steps'] >= config['total_steps'] for metrics, _ in by_seed)
+
+
+def test_a_seed_that_is_refused_leaves_the_others_as_they_were(tmp_path, three):
+  folder, whole = three
+  for seed in ('seed1', 'seed2'):
+    shutil.copytree(folder / seed, tmp_path / seed)
+  of_seed_2 = whole[1][0][-1]['steps'] + 130
+  with trainer.opened(resolve(config_of(seed=2, total_steps=of_seed_2)), tmp_path / 'seed2',
+                      make_request(extend=True)) as opened:
+    assert opened.train(stopping.Stopping(), quiet=True)
+  before = (tmp_path / 'seed1' / record.NAME).read_bytes()
+  with pytest.raises(ValueError, match='seed2 holds another .*total_steps: .*it can only grow'):
+    train(config_of(total_steps=of_seed_2 - 1), tmp_path, 2, options=make_request(extend=True))
+  assert (tmp_path / 'seed1' / record.NAME).read_bytes() == before
+
+
+def test_seeds_need_another_folder_than_a_run(tmp_path, three):
+  with pytest.raises(ValueError, match='seed1 is the workdir of one run; with --num_seeds each'):
+    train(config_of(), three[0] / 'seed1', 2)
 
 
 @pytest.mark.parametrize('chosen, devices', [

@@ -340,6 +340,13 @@ def journals(workdir, update):
   return files
 
 
+def test_a_beginning_without_a_segment_writes_no_line(tmp_path):
+  files = Journals(tmp_path, 0)
+  files.begin(Start(tmp_path, 0, 1, 0, 0, {}))
+  files.close()
+  assert (tmp_path / 'receipts.jsonl').read_text() == ''
+
+
 def test_journals_drop_lines_after_the_last_checkpoint(tmp_path):
   files = journals(tmp_path, 0)
   for update in (1, 2, 3):

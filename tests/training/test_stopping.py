@@ -123,6 +123,31 @@ def test_signals_end_a_process_whose_main_thread_is_in_a_library(when, lines):
     limit.cancel()
 
 
+SLOW = """
+import sys, time
+from podracer_jit.training import stopping
+
+with stopping.handled() as stop:
+  stop.begin_training()
+  print('training', flush=True)
+  while not stop.asked():
+    time.sleep(0.01)
+  time.sleep(float(sys.argv[1]))  # the learner may still compile
+  stop.end()
+"""
+
+
+@pytest.mark.parametrize('seconds, told', [
+    ('4', 'podracer_jit: stops after this update; a second signal ends it at once\n'), ('0', '')])
+def test_a_stop_that_takes_long_is_told(seconds, told):
+  with processes.Popen([sys.executable, '-c', SLOW, seconds], stdout=subprocess.PIPE,
+                       stderr=subprocess.PIPE, text=True) as process:
+    assert process.stdout.readline() == 'training\n'
+    process.send_signal(signal.SIGTERM)
+    _, lines = process.communicate(timeout=60)
+    assert process.returncode == 0 and lines == told
+
+
 FORKED = """
 import os, signal, time
 from podracer_jit.training import stopping

@@ -13,7 +13,9 @@ import textwrap
 import pytest
 
 from podracer_jit.errors import InUse
+from podracer_jit.workdir import files
 from podracer_jit.workdir import lock as lock_lib
+from podracer_jit.workdir import workdir as workdir_lib
 from podracer_jit.workdir.lock import FALLBACK_NAME, NAME, WorkdirLock
 from tests import processes
 from tests.cli.test_together import CATCH, LONG, wait_for_updates
@@ -57,6 +59,28 @@ def test_a_second_process_is_refused_and_learns_who_holds_the_lock(tmp_path):
   finally:
     end(process)
   WorkdirLock(tmp_path).close()
+
+
+def test_a_strangers_links_change_no_file_of_the_users(tmp_path):
+  precious = tmp_path / 'precious.txt'
+  precious.write_text('mine')
+  workdir = tmp_path / 'w'
+  workdir.mkdir()
+  (workdir / NAME).symlink_to(precious)
+  with pytest.raises(ValueError, match=r'^--workdir: .*w cannot be written to: Too many levels of '
+                     'symbolic links$'), workdir_lib.opened(workdir):
+    raise AssertionError
+  for change in (files.Lines, lambda path: files.truncate(path, 0)):
+    with pytest.raises(OSError, match=r"symbolic links: '.*w/lock'$"):
+      change(workdir / NAME)
+  assert precious.read_text() == 'mine'
+
+
+def test_a_link_to_nowhere_is_refused_by_its_target(tmp_path):
+  (tmp_path / 'w').symlink_to(tmp_path / 'unmounted')
+  with pytest.raises(ValueError, match=r'w is a link to .*unmounted, which does not exist$'), (
+      workdir_lib.opened(tmp_path / 'w')):
+    raise AssertionError
 
 
 def test_a_child_of_a_killed_run_does_not_keep_the_lock(tmp_path):
