@@ -47,7 +47,8 @@ task = about['task'].removeprefix('gymnasium:')
 flag = f'--allow_modules={task.rpartition(":")[0]}'
 if ':' in task and flag not in sys.argv:
   sys.exit(f'{ascii(task)} runs a module; if you trust it: {shlex.quote(ascii(flag)[1:-1])}')
-env = gymnasium.make(task)
+options = about['env'] if about['task'].startswith('gymnasium:') else {}
+env = gymnasium.make(task, **options)
 obs, _ = env.reset(seed=0)
 state = [np.zeros((1, *part['shape']), part['dtype']) for part in about['state']]
 score = 0.0

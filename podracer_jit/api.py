@@ -174,6 +174,8 @@ def train(config: Config, workdir: str | Path, *, num_seeds: int | None = None,
   with refusing():
     told = sinks.users(callbacks, num_seeds or 1)
     fields = _start(config)
+    if not isinstance(workdir, str | Path):
+      raise ValueError(f'workdir: must be a path, got {workdir!r}')
     folder = user_path(workdir)
     request = make_request(init_from, init_partly, extend, change, renew_envs)
     trace_folder = user_path(profile_dir) if profile_dir else None
@@ -317,6 +319,8 @@ def evaluate(agent: Agent, num_episodes: int = 100, *, num_envs: int = 16, seed:
     errors.Failed: an episode is longer than max_steps, or an environment has failed.
   """
   with refusing():
+    if not isinstance(agent, Agent):
+      raise ValueError(f'agent: must be an Agent, such as pj.load(workdir) returns, got {agent!r}')
     settings = evaluation.Settings(num_episodes, num_envs, seed, max_steps)
     movie = None if video is None else video_lib.chosen_path('video', video, Path())
     player = evaluation.with_options(agent.player, agent.experiment, env or {})

@@ -14,6 +14,23 @@ from tests import processes
 from tests.runs import QUICK
 from tests.tiers import essential
 
+
+@pytest.mark.parametrize('call, message', [
+    (lambda config, path: pj.train(config, path, change='total_steps'),
+     r"change: must be a list of fields, got 'total_steps'; write \['total_steps'\]"),
+    (lambda config, path: pj.train(config, path, callbacks=print),
+     'callbacks: must be a list of functions and sinks, got <built-in function print>'),
+    (lambda config, path: pj.train(config, None), 'workdir: must be a path, got None'),
+    (lambda config, path: pj.load(path, allow_modules='mine.py'),
+     r"allow_modules: must be a list of modules or files, got 'mine.py'; write \['mine.py'\]"),
+    (lambda config, path: pj.evaluate('runs/x'),
+     r"agent: must be an Agent, such as pj.load\(workdir\) returns, got 'runs/x'")])
+def test_arguments_of_another_kind_are_refused(call, message, tmp_path):
+  with pytest.raises(pj.errors.Refused, match=f'^{message}$'):
+    call(pj.load_config('ppo_cartpole:smoke'), tmp_path / 'x')
+  assert not (tmp_path / 'x').exists()
+
+
 # Several runs in one process, with different tasks, schemes and devices; writes results to a file.
 PROGRAM = """
 import json, logging, os, sys, warnings

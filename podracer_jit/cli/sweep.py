@@ -194,7 +194,10 @@ def _searched(folder: Folder, values: flags.FlagValues, shared: Sequence[str]) -
   # Of a trial that has failed, some members may never begin.
   known = [member for member in folder.members
            if folder.has_ended(member) or plan.is_waiting(member)]
-  return _Prepared(plan, known, sizes, [size] * settings.trials)
+  most = [size] * (settings.trials * len(members_of(examples[0])))
+  begun = sum((folder.path / member.name).exists() for member in folder.members)
+  fitting.check_disk(folder.path, most[begun:])
+  return _Prepared(plan, known, sizes, most)
 
 
 def _members(values: flags.FlagValues, shared: Sequence[str],

@@ -459,7 +459,8 @@ def _as_arrays(env: JaxEnv, obs: Any) -> jax.Array:
   space = env.observation_space
   if spaces.is_array(space):
     array = spaces.array_in(obs, space)
-    return array.astype(bool) if spaces.is_image_of_bits(spaces.innermost(space)) else array
+    is_image = len(array.shape) == 4 and spaces.has_bits(spaces.innermost(space))
+    return array.astype(bool) if is_image else array
   return spaces.observe(obs, space, spaces.leaves_of('', space))
 
 
@@ -521,6 +522,11 @@ def _check_functions(task: str, functions: _Functions) -> jax.ShapeDtypeStruct:
   try:
     all_obs = jax.eval_shape(lambda: jax.vmap(first_obs)(_keys(np.zeros(1, np.int32))))
     all_obs = jax.eval_shape(functools.partial(_as_arrays, env), all_obs)
+    if any(map(spaces.has_bits, spaces.without_parts(env.observation_space))):
+      # Any other number would become 1.
+      problem = spaces.beyond_bits(functions.reset(jax.random.key(0))[0], env.observation_space)
+      if problem:
+        raise ValueError(problem)
     return jax.ShapeDtypeStruct(all_obs.shape[1:], all_obs.dtype)
   except Exception as error:
     raise ValueError(f'env.task: the observations of {task} do not fit its observation_space: '

@@ -141,11 +141,14 @@ def _items(space: Any) -> list[tuple[Any, Any]]:
 
 
 def stored(space: Any) -> np.dtype:
-  """Returns the dtype in which observations are stored that are one array."""
+  """Returns the dtype in which observations are stored that are one array.
+
+  Images of bits are bool, since networks take bytes of images for pixels from 0 to 255.
+  """
   array = innermost(space)
-  if is_image_of_bits(array):
-    return np.dtype(bool)
-  return np.dtype(np.uint8) if type(array).__name__ == 'MultiBinary' else box_dtype(array)
+  if not has_bits(array):
+    return box_dtype(array)
+  return np.dtype(bool if len(array.shape) == 3 else np.uint8)
 
 
 def flat_dtype(parts: Iterable[ObsPart]) -> np.dtype:
@@ -178,8 +181,7 @@ def leaves_of(task: str, space: Any, name: str = '', start: int = 0) -> list[Lea
 
   if kind in ('Box', 'MultiBinary'):
     shape = tuple(space.shape)
-    bits = kind == 'MultiBinary' or is_image_of_bits(space)
-    dtype = np.dtype(bool) if bits else box_dtype(space)
+    dtype = np.dtype(bool) if has_bits(space) else box_dtype(space)
     return [Leaf(ObsPart(name, shape, dtype, start, is_channels_last(shape)), None)]
   if kind == 'Discrete':
     return [_one_hot(task, name, int(space.n), _first(space), start)]
@@ -255,6 +257,24 @@ def misfit(obs: Any, space: Any, name: str = '') -> str:
   if fits or not name:
     return ''
   return f'the part {name} is an array {obs.shape}, and its space is {space}'
+
+
+def beyond_bits(obs: Any, space: Any, name: str = '') -> str:
+  """Returns which array of an observation has a number that is no bit, as its space has it; or ''.
+
+  Args:
+    obs: one observation, of numbers.
+    space: its space.
+    name: the name of the part; '' for the whole observation.
+  """
+  if type(space).__name__ in ('Dict', 'Tuple'):
+    problems = (beyond_bits(obs[key], inner, f'{name}/{key}' if name else str(key))
+                for key, inner in _items(space))
+    return next(filter(None, problems), '')
+  if not has_bits(space) or np.max(obs, initial=0) <= 1:
+    return ''
+  which = f'the part {name}' if name else 'one'
+  return f'{which} has the number {np.max(obs)}, and its space is {space}'
 
 
 def observe(obs: Any, space: Any, leaves: Sequence[Leaf]) -> Any:
@@ -338,7 +358,8 @@ def arrays_of(obs: Any, space: Any) -> Any:
   return np.asarray(obs)
 
 
-def change_of_layout(layout: int, space: Any, shape: tuple[int, ...], sees_images: bool) -> str:
+def change_of_layout(layout: int, space: Any, shape: tuple[int, ...], sees_images: bool,
+                     reads_pixels: bool) -> str:
   """Returns how the layout of observations differs from an earlier one; '' if it does not.
 
   Args:
@@ -346,28 +367,29 @@ def change_of_layout(layout: int, space: Any, shape: tuple[int, ...], sees_image
     space: the space of one observation.
     shape: of one observation, as the network reads it.
     sees_images: whether the network asks for the layout of images.
+    reads_pixels: whether the network, or its normalisation, may tell bytes from other numbers.
   """
   change = _change_of_layout_1(space, shape, sees_images) if layout < 2 else ''
-  if not change and layout < 3 and _has_image_of_bytes(space):
-    change = 'an image of bytes from 0 to 1 has bits now, and was read as one of bytes up to 255'
+  if not change and layout < 3 and reads_pixels and _had_bytes(space):
+    change = 'bytes from 0 to 1 are bits now, and were read as bytes up to 255'
   return change
 
 
-def _has_image_of_bytes(space: Any) -> bool:
-  """Returns whether an image in a space was stored as bytes in layout 2, and is one of bits now."""
-  # Among several parts, a MultiBinary was one of bits.
-  kinds = ('Box', 'MultiBinary') if is_array(space) else ('Box',)
-  return any(type(leaf).__name__ in kinds and is_image_of_bits(leaf)
-             for leaf in _without_parts(space))
+def _had_bytes(space: Any) -> bool:
+  """Returns whether an array in a space had bytes in layout 2 and has bits now."""
+  if is_array(space):
+    return has_bits(innermost(space)) and stored(space) == np.bool_
+  # Among several parts, a MultiBinary had bits.
+  return any(type(leaf).__name__ == 'Box' and has_bits(leaf) for leaf in without_parts(space))
 
 
-def _without_parts(space: Any) -> Iterable[Any]:
+def without_parts(space: Any) -> Iterable[Any]:
   """Yields the spaces in dicts and tuples."""
   if type(space).__name__ not in ('Dict', 'Tuple'):
     yield space
     return
   for _, part in _items(space):
-    yield from _without_parts(part)
+    yield from without_parts(part)
 
 
 def _change_of_layout_1(space: Any, shape: tuple[int, ...], sees_images: bool) -> str:
@@ -470,13 +492,8 @@ def box_dtype(space: Any) -> np.dtype:
   return np.dtype(_NARROWED[dtype.name] if fits else np.float32)
 
 
-def is_image_of_bits(space: Any) -> bool:
-  """Returns whether an array is an image of whole numbers from 0 to 1.
-
-  Such images are stored as bool, since networks take bytes of images for pixels from 0 to 255.
-  """
-  if len(space.shape) != 3:
-    return False
+def has_bits(space: Any) -> bool:
+  """Returns whether the numbers of an array are bytes or whole numbers from 0 to 1."""
   # A user's own class may have no bounds.
   return type(space).__name__ == 'MultiBinary' or (
       space.dtype == np.uint8 and np.max(getattr(space, 'high', 255), initial=0) <= 1)
@@ -503,7 +520,7 @@ def whole_numbers(space: Any) -> tuple[Any, Any] | None:
     return int(space.start), int(space.start) + int(space.n) - 1
   if kind == 'MultiDiscrete':
     return space.start, space.start + space.nvec - 1
-  if kind == 'MultiBinary' or is_image_of_bits(space):
+  if has_bits(space):
     return 0, 1
   return limits_of(box_dtype(space)) or limits_of(space.dtype)
 

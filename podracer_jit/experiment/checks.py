@@ -323,7 +323,7 @@ def _empty_replay(experiment: Experiment) -> Iterator[str]:
   options = experiment.replay
   if options is None:
     return
-  most = experiment.total_steps // experiment.items.stride(experiment.unroll_length)
+  most = experiment.total_steps // experiment.items.period
   if most * options.copies < options.min_size:
     yield (f'replay.min_size: total_steps = {experiment.total_steps:,} add at most '
            f'{most * options.copies:,} items, and learning begins with {options.min_size:,}; '

@@ -109,6 +109,9 @@ def allowed(entries: Iterable[str | Path]) -> frozenset[str]:
   Raises:
     ValueError: a file does not exist.
   """
+  if isinstance(entries, str | Path):
+    raise ValueError(f'allow_modules: must be a list of modules or files, got {str(entries)!r}; '
+                     f'write [{str(entries)!r}]')
   names = set()
   for entry in entries:
     if not str(entry).endswith('.py'):

@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import json
 import math
+import numbers
 import platform
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -105,9 +106,12 @@ class Settings:
     Raises:
       ValueError: one is out of range.
     """
-    for name in ('num_episodes', 'num_envs', 'max_steps'):
-      if getattr(self, name) < 1:
-        raise ValueError(f'{name}: must be at least 1, got {getattr(self, name)}')
+    for name in ('num_episodes', 'num_envs', 'max_steps', 'seed'):
+      value = getattr(self, name)
+      if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise ValueError(f'{name}: must be a whole number, got {value!r}')
+      if name != 'seed' and value < 1:
+        raise ValueError(f'{name}: must be at least 1, got {value}')
     if not 0 <= self.seed < 2**31:
       raise ValueError(f'seed: must be from 0 to 2^31 - 1, got {self.seed}')
 
@@ -237,8 +241,8 @@ def exploring(player: Player, greedy: bool, epsilon: float) -> Player:
   Raises:
     ValueError: epsilon is out of range, or the algorithm has none.
   """
-  if not 0 <= epsilon <= 1:
-    raise ValueError(f'epsilon: must be between 0 and 1, got {epsilon:g}')
+  if not isinstance(epsilon, numbers.Real) or not 0 <= epsilon <= 1:
+    raise ValueError(f'epsilon: must be between 0 and 1, got {epsilon!r}')
   problem = problem_of_epsilon(player.algorithm, greedy, epsilon)
   if problem:
     raise ValueError(f'epsilon: {problem}')

@@ -305,7 +305,7 @@ class Search:
                        'search begins anew with the members that have finished') from None
 
   def _check_unchanged(self, before: Sequence[Any]) -> None:
-    """Checks that the earlier trials were drawn from the ranges of this command.
+    """Checks that the earlier trials were drawn from the ranges of this command, and as many runs.
 
     Raises:
       ValueError: they were not.
@@ -316,6 +316,11 @@ class Search:
       if was != now:
         raise ValueError(f'--grid: {name} was {_words(was)} when the search began, and is '
                          f'{_words(now)} now; choose another --out')
+    were = first.user_attrs.get(_MEMBERS) if first else None
+    now = were and [member.name for member in self._members_of(first.user_attrs[_FIELDS])]
+    if now != were:  # means over other tasks or seeds cannot be compared
+      raise ValueError(f'--seeds, --tasks: a trial was {shorten(", ".join(were))} when the search '
+                       f'began, and would be {shorten(", ".join(now))} now; choose another --out')
 
   def _enqueue_failed(self, before: Sequence[Any]) -> None:
     """Lets Optuna begin trials with the values of those that have failed."""

@@ -85,7 +85,8 @@ def _size(experiment: Experiment, by_spec: dict[Any, Size]) -> Size:
     by_spec: sizes that are known; receives this one.
   """
   others = {name: value for name, value in experiment.fields.items() if name not in (SEED, 'env')}
-  key = repr((experiment.spec, dataclasses.replace(experiment.env, task=''), others))
+  key = repr((experiment.spec._replace(task=''), dataclasses.replace(experiment.env, task=''),
+              others))
   if key not in by_spec:
     # JAX starts once, so all are checked on one device.
     experiment = changed(experiment, placement=schema.ONE_DEVICE)

@@ -37,8 +37,10 @@ commands=(
 {commands}
 )
 name=${{names[$SLURM_ARRAY_TASK_ID]}}
-# Since version 22.05 srun does not take this from sbatch.
-export SRUN_CPUS_PER_TASK=${{SLURM_CPUS_PER_TASK-}}
+# From version 22.05 to 23.02 srun does not take this from sbatch, and refuses an empty value.
+if [ -n "${{SLURM_CPUS_PER_TASK-}}" ]; then
+  export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+fi
 code=0
 eval "srun --ntasks=1 ${{commands[$SLURM_ARRAY_TASK_ID]}}" >> {logs}/"$name".log 2>&1 || code=$?
 echo "$code" > {folder}/"$name".code

@@ -284,6 +284,8 @@ def users(callbacks: Sequence[Any], num_runs: int = 1) -> list[list[Sink]]:
     ValueError: one of them is none of these, cannot be found or made, or has a method of version
       0.6.
   """
+  if isinstance(callbacks, str) or callable(callbacks) or isinstance(callbacks, Sink):
+    raise ValueError(f'callbacks: must be a list of functions and sinks, got {callbacks!r}')
   chosen = [_function_or_sink(callback) for callback in callbacks]
   begun: set[int] = set()
   return [[_Users(_made(callback), num_runs > 1 and not isinstance(callback, type), begun)

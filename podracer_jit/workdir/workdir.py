@@ -47,6 +47,8 @@ def make_request(init_from: str | Path | None = None, init_partly: bool = False,
   Raises:
     ValueError: a value is wrong, or two do not go together, in one line.
   """
+  if isinstance(change, str):
+    raise ValueError(f'change: must be a list of fields, got {change!r}; write [{change!r}]')
   request = Request(user_path(init_from) if init_from else None, init_partly,
                     (*change, *([record.TOTAL] if extend else [])), renew_envs)
   if not init_from and init_partly:
@@ -166,7 +168,8 @@ class Workdir:
     is_asked = hasattr(experiment.network, 'parts' if spec.parts else 'channels_last')
     change = spaces.change_of_layout(
         self.record.layout, spaces_of(task, experiment.env_options).observation, spec.obs_shape,
-        sees_images=is_asked and (bool(spec.parts) or spec.channels_last))
+        sees_images=is_asked and (bool(spec.parts) or spec.channels_last),
+        reads_pixels=_reads_pixels(experiment))
     if change:
       raise ValueError(f'{self.path}: its network was trained with podracer_jit {version}, and '
                        f'the observations of {task} have another layout since: {change}; train '
@@ -357,6 +360,14 @@ class OpenWorkdir(Workdir):
       started.write(self.path)
     self.record = started
     self.notes += sources.keep(self.path, modules.sources(from_json(started.config)), first_update)
+
+
+def _reads_pixels(experiment: Experiment) -> bool:
+  """Returns whether a network, or its normalisation, may tell bytes from other numbers."""
+  torso = experiment.network
+  is_own = not type(torso).__module__.startswith('podracer_jit.')
+  return is_own or experiment.normalise.obs or any(
+      getattr(torso, field, False) for field in ('needs_images', 'needs_parts'))
 
 
 @contextlib.contextmanager

@@ -18,8 +18,9 @@ from podracer_jit.envs import spaces as env_spaces
 from podracer_jit.envs.protocol import ObsPart, take_apart
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.losses.algorithm import ForActors
+from podracer_jit.workdir import workdir as workdir_lib
 from tests.envs.test_envs import run_in_new_process
-from tests.runs import run, small
+from tests.runs import changed, run, small
 from tests.tiers import essential
 from tests.workers import wrap
 
@@ -547,7 +548,7 @@ def test_places_of_one_hots():
 def test_changes_of_the_layout_since_version_0_6():
   from gymnasium import spaces
   def change(space, shape, sees_images=True):
-    return env_spaces.change_of_layout(1, space, shape, sees_images)
+    return env_spaces.change_of_layout(1, space, shape, sees_images, reads_pixels=True)
   box = spaces.Box(-1, 1, (2,), np.float32)
   cube = spaces.Box(0, 255, (10, 10, 10), np.uint8)
   number = spaces.Discrete(3)
@@ -569,18 +570,28 @@ def test_changes_of_the_layout_since_version_0_6():
 
 def test_changes_of_the_layout_since_version_0_8():
   from gymnasium import spaces
-  def change(space, layout=2):
-    return env_spaces.change_of_layout(layout, space, env_spaces.layout('X-v0', space)[0], True)
+  def change(space, reads_pixels=True):
+    shape, *_ = env_spaces.layout('X-v0', space)
+    return env_spaces.change_of_layout(2, space, shape, True, reads_pixels)
   bits, bytes_of_bits = spaces.MultiBinary([4, 4, 3]), spaces.Box(0, 1, (4, 4, 3), np.uint8)
-  vector = spaces.Box(-1, 1, (2,), np.float32)
+  vector, flags = spaces.Box(-1, 1, (2,), np.float32), spaces.Box(0, 1, (2,), np.uint8)
   for space in (bits, bytes_of_bits, spaces.Dict(x=bits), spaces.Dict(x=bytes_of_bits, y=vector),
-                spaces.Tuple((vector, spaces.Dict(x=bytes_of_bits, y=vector)))):
-    assert change(space) == ('an image of bytes from 0 to 1 has bits now, and was read as one of '
-                             'bytes up to 255')
-  for space in (spaces.MultiBinary(4), spaces.Box(0, 1, (4, 4, 3), bool), spaces.Discrete(3),
+                spaces.Tuple((vector, spaces.Dict(x=flags, y=vector)))):
+    assert change(space) == 'bytes from 0 to 1 are bits now, and were read as bytes up to 255'
+    assert not change(space, reads_pixels=False)
+  for space in (spaces.MultiBinary(4), spaces.Box(0, 1, (4, 4, 3), bool), spaces.Discrete(3), flags,
                 spaces.Box(0, 255, (4, 4, 3), np.uint8), spaces.Dict(x=bits, y=vector),
                 spaces.Dict(a=spaces.Discrete(3), b=vector)):
     assert not change(space)
+
+
+@pytest.mark.parametrize('task, network, fields, reads', [
+    ('CartPole-v1', 'mlp', {}, False), ('CartPole-v1', 'simba', {}, False),
+    ('CartPole-v1', 'mlp', dict(normalise__obs=True), True), ('Pong-v5', 'nature_cnn', {}, True),
+    ('CartPole-v1', 'tests.envs.own_torso:Asks', {}, True)])
+def test_networks_that_may_tell_bytes_from_other_numbers(task, network, fields, reads):
+  experiment = resolve(changed(small('ppo', task, network), **fields))
+  assert workdir_lib._reads_pixels(experiment) == reads  # noqa: SLF001
 
 
 def test_other_observations_are_refused_in_one_line():

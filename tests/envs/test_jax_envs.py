@@ -418,6 +418,20 @@ def test_images_of_bits_are_bools():
     assert_array_equal(steps.obs, np.broadcast_to(image, (2, 1, 1, 1, 2)))
 
 
+def test_numbers_that_are_no_bits_are_refused():
+  flags = spaces.Box(0, 1, (2,), np.uint8)
+  for space, part in ((flags, 'one'), (spaces.Dict(a=flags, b=spaces.Discrete(2)), 'the part a')):
+    numbers = jnp.uint8([0, 213])
+    obs = numbers if space is flags else {'a': numbers, 'b': jnp.int32(0)}
+    family = counters(observation_space=space,
+                      reset=lambda self, key, obs=obs: (obs, jnp.int32(0)),
+                      step=lambda self, key, state, action, obs=obs: (
+                          obs, state, 0.0, False, False, {}))
+    with pytest.raises(ValueError, match=rf'do not fit its observation_space: ValueError: {part} '
+                       r'has the number 213, and its space is Box\(0, 1, \(2,\), uint8\)'):
+      family.make_spec('counter', {})
+
+
 @pytest.mark.parametrize('limit', [None, 0, np.int64(0)])
 def test_an_environment_may_have_no_limit(limit):
   family = counters(max_episode_steps=limit)

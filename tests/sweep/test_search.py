@@ -255,6 +255,16 @@ def test_a_search_that_goes_on_has_the_ranges_with_which_it_began(tmp_path, befo
   make(tmp_path, ranges=before[::-1], own=None)
 
 
+def test_a_search_that_goes_on_has_the_seeds_with_which_it_began(tmp_path):
+  plan = make(tmp_path, seeds=(1, 2))
+  finish(plan, plan.next(), 5)
+  with pytest.raises(ValueError, match=(
+      r'^--seeds, --tasks: a trial was x,learning_rate=\S+,seed=1, x,learning_rate=\S+,seed=2 when '
+      r'the search began, and would be x,learning_rate=\S+,seed=1 now; choose another --out$')):
+    make(tmp_path, seeds=(1,))
+  make(tmp_path, seeds=(1, 2))
+
+
 def test_a_garbled_storage_is_named(tmp_path):
   finish(plan := make(tmp_path), plan.next(), 1)
   path = tmp_path / 'optuna.log'

@@ -483,8 +483,9 @@ SBATCH = """#!/bin/bash
 # Runs all tasks of the array at once, as SLURM would.
 script=${@: -1}
 last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$script")
+if grep -q 'cpus-per-task' "$script"; then export SLURM_CPUS_PER_TASK=1; fi
 for (( i = 0; i <= last; i++ )); do
-  SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=$i SLURM_CPUS_PER_TASK=1 bash "$script"
+  SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=$i bash "$script"
 done
 cp "$script" "$(dirname "$0")/submitted"
 echo '7;cluster'
@@ -493,6 +494,10 @@ echo '7;cluster'
 
 SRUN = """#!/bin/bash
 # If a file `preempts` exists, the member gets SIGTERM as soon as it has trained, as SLURM sends it.
+if [ -z "${SRUN_CPUS_PER_TASK-1}" ]; then  # as versions 22.05 to 23.02
+  echo 'srun: error: Invalid numeric value "" for --cpus-per-task.' >&2
+  exit 1
+fi
 shift
 [ -e "$(dirname "$0")/preempts" ] || exec "$@"
 metrics=${*: -1}
