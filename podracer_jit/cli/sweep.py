@@ -276,6 +276,8 @@ def _submitted(array: slurm.Array, folder: Folder, asked: Sequence[Member], at_o
     Refused: SLURM does not take them.
   """
   under_way = array.under_way()
+  # A member writes its exit code before its task ends, so this has those that ended meanwhile.
+  array.collect(folder.members)
   todo = [member for member in asked if not folder.is_finished(member)
           and member.name not in folder.errors and member.name not in under_way]
   finished = sum(map(folder.is_finished, asked))

@@ -4,8 +4,9 @@ podracer_jit --config=configs/pqn_pong_laptop.py --workdir=runs/pqn_pong
 
 Frames and convolutions are those of pong_laptop.py, with layer normalisation. The rest is as in the
 authors' config/alg/pqn_atari.yaml, but for what fits a short run with 32 environments instead of
-128: 2M steps, 8 minibatches instead of 32, a learning rate that falls from 5e-4 instead of 2.5e-4,
-and a last epsilon of 0.01 instead of 0.001. Their frames are 84x84.
+128: 2M steps, 8 minibatches instead of 32, a learning rate that falls from 5e-4 instead of 2.5e-4
+throughout, and a last epsilon of 0.01 instead of 0.001. Their frames are 84x84, a lost life ends an
+episode and rewards are clipped; Pong has no lives, and rewards of 1 and -1.
 """
 
 from podracer_jit import experiment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import hashlib
 import itertools
 import re
 import shlex
@@ -17,6 +18,7 @@ TASK = 'env.task'
 SEED = 'seed'
 MOST = 100_000  # seeds, or trials of a search
 _SECTION = '--config.'
+_MOST_LETTERS = 200  # of a name, to which file names add a few; file systems allow 255
 _OPENING, _CLOSING = '([{', ')]}'
 _QUOTES = '\'"'
 
@@ -249,6 +251,8 @@ def member_of(config: str, fields: Mapping[str, Any], flags: Sequence[str] = (),
   seed = fields[SEED]
   pieces.append(f'seeds={seed}:{seed + num_seeds - 1}' if num_seeds else f'seed={seed}')
   name = ','.join(re.sub(r'[^A-Za-z0-9._=+-]+', '_', piece).strip('_') for piece in pieces)
+  if len(name) > _MOST_LETTERS:
+    name = f'{name[:_MOST_LETTERS - 9]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}'
   return Member(name, config, dict(fields), tuple(flags), num_seeds)
 
 

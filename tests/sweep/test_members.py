@@ -94,6 +94,12 @@ def test_all_values_multiply_and_each_member_says_what_it_is():
   assert [member.name for member in named] == ['ppo_cartpole_smoke,network=simba,seed=1']
 
 
+def test_long_names_are_cut_and_stay_apart():
+  long = [members.member_of('x', {'a': 'b' * 300, 'seed': seed}).name for seed in (1, 2, 1)]
+  assert [len(name) for name in long] == [200] * 3
+  assert long[0] == long[2] != long[1] and long[0].startswith('x,a=bbb')
+
+
 def test_names_do_not_depend_on_other_members():
   names = {member.name for member in product()}
   more = product(seeds=[1, 2, 3], grid=[('loss.clip', [0.1, 0.2, 0.3]),
