@@ -100,7 +100,7 @@ class Trained:
   """The result of `train`."""
 
   workdir: Path
-  finished: bool  # total_steps are reached; False if a callback has stopped the run
+  finished: bool  # total_steps are reached, and all evaluations made; False after a stop
   _modules: Collection[str] = dataclasses.field(default=(), repr=False)  # of the user's own parts
 
   @property

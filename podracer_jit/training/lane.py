@@ -161,6 +161,11 @@ class Lane:
     """Whether the run has its total_steps."""
     return self.steps >= self.run.experiment.total_steps
 
+  @property
+  def is_evaluating(self) -> bool:
+    """Whether evaluations have begun, now or before a stop, whose results are not written."""
+    return self._evaluator is not None and self._evaluator.has_more
+
   def open(self, users: Sequence[Sink], stop: stopping.Stopping) -> None:
     """Opens the run's files, and makes its sinks.
 
@@ -187,7 +192,7 @@ class Lane:
       journals = Journals(self.workdir, self.update, experiment.logs)
       sinks.append(journals)
       problems = journals.problems
-    if is_first and (not self.is_finished or self._is_evaluating):
+    if is_first and (not self.is_finished or self.is_evaluating):
       if experiment.log.tensorboard:
         sinks.append(TensorBoard(self.workdir, self.update, self.steps))
       if experiment.log.tracker in TRACKERS:
@@ -244,10 +249,6 @@ class Lane:
     self._sinks.begin(Start(self.workdir, self.run.place.process, experiment.seed, self.update,
                             self.steps, header, experiment.fields))
     self._have_sinks_begun = True
-
-  @property
-  def _is_evaluating(self) -> bool:
-    return self._evaluator is not None and self._evaluator.has_more
 
   def report(self, report: Report) -> tuple[Record, Record]:
     """Tells the updates of a report; returns the last record and receipt.
@@ -308,7 +309,7 @@ class Lane:
 
   def finish(self) -> None:
     """Waits for evaluations that have begun, and has all sinks keep what they were told."""
-    if self._is_evaluating and not self._have_sinks_begun:
+    if self.is_evaluating and not self._have_sinks_begun:
       self._begin_sinks({})  # no update was made, and a stop had cut an evaluation
     if self._evaluator:
       self._evaluator.wait()

@@ -317,7 +317,7 @@ class Training:
         progress.note(f'update {last}: the config changes after it, as the history says')
         return False
       progress.finish(self._ending(lanes, is_idle=before == [lane.update for lane in lanes]))
-      return is_stopped and not all(lane.is_finished for lane in lanes)
+      return is_stopped and not all(lane.is_finished and not lane.is_evaluating for lane in lanes)
 
   def _beginning(self, lanes: Sequence[Lane]) -> Iterator[str]:
     """Yields the lines before a training."""
@@ -357,7 +357,9 @@ class Training:
       names = f'{lanes[0].workdir.name} to {lanes[-1].workdir.name}'
       return (f'{how} at {min(lane.steps for lane in lanes):,} steps of each seed; {self._folder} '
               f'has them all, {names}{hint}')
-    if is_finished and is_idle:
+    if is_finished and any(lane.is_evaluating for lane in lanes):
+      hint = ', but for an evaluation that a signal has cut; the same command makes it'
+    elif is_finished and is_idle:
       hint = '; to go on: --extend with a larger --config.total_steps'
     return (f'{how} at update {lanes[0].update} ({lanes[0].steps:,} steps); {self._folder} has it '
             f'all{hint}')

@@ -302,7 +302,7 @@ def test_a_last_evaluation_that_a_stop_cut_is_told_as_any_other(uninterrupted, t
 
   config = changed(CONFIG, **EVAL)
   monkeypatch.setattr(evaluation, 'play', slow)
-  train_in(tmp_path, config, Told())
+  assert not train_in(tmp_path, config, Told())
   assert ('evaluated', last) not in told
   told.clear()
   monkeypatch.setattr(evaluation, 'play', play)
