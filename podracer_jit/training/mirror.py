@@ -230,14 +230,18 @@ class Mirror(Sink):
       raise NotSaved(
           f'--mirror: process {holder.get("pid")} on {holder.get("host")} has taken {self._url} '
           f'over since {holder.get("since")}; this run ends, and {self._workdir} has all of it')
-    before = (self._read(INDEX) or {}).get('files', {})
+    before = self._read(INDEX) or {}
     copied = {name: size for name, size in sizes.items() if self._copy_file(name, size)}
-    self._write(INDEX, dict(run=self._run(), update=update, files=copied))
     # A checkpoint goes as a folder, where the store has folders; unless it was made again.
     kept = set(map(_unit, copied))
-    gone = {name if _unit(name) in kept else _unit(name) for name in before if name not in copied}
+    gone = {name if _unit(name) in kept else _unit(name) for name in before.get('files', {})
+            if name not in copied}
+    # A process that was killed may have left some of what it removed.
+    gone |= set(before.get('removed', ())) - kept - set(copied)
+    self._write(INDEX, dict(run=self._run(), update=update, files=copied, removed=sorted(gone)))
     for name in gone:
-      self._store.rm(f'{self._root}/{name}', recursive=True)
+      with contextlib.suppress(FileNotFoundError):
+        self._store.rm(f'{self._root}/{name}', recursive=True)
 
   def _copy_file(self, name: str, size: int) -> bool:
     """Copies the first bytes of a file, if they have changed since they were copied.

@@ -210,6 +210,27 @@ def test_an_older_command_ends_when_a_newer_one_has_taken_the_copy_over(tmp_path
   newer.close()
 
 
+def test_what_a_killed_copy_has_not_removed_goes_with_the_next_one(tmp_path, monkeypatch):
+  workdir, store = trained(tmp_path / 'w'), tmp_path / 'store'
+  (workdir / 'old.txt').write_text('')
+  copy = begun(f'file://{store}', workdir)
+  copy._copy(4, dict(copy._sizes()))
+  (workdir / 'old.txt').unlink()
+
+  def killed(path, recursive):
+    raise KeyboardInterrupt
+
+  with monkeypatch.context() as patch:
+    patch.setattr(copy._store, 'rm', killed)
+    with pytest.raises(KeyboardInterrupt):
+      copy._copy(4, dict(copy._sizes()))
+  assert (store / 'old.txt').exists()
+  for _ in range(2):
+    copy._copy(4, dict(copy._sizes()))
+    assert_equal_folders(workdir, store)
+  copy.close()
+
+
 def test_a_copy_that_fails_at_the_end_is_an_error(tmp_path, monkeypatch):
   workdir = trained(tmp_path / 'w')
   copy = begun('memory://runs/full', workdir)
