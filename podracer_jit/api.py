@@ -105,12 +105,14 @@ class Trained:
 
   @property
   def update(self) -> int:
-    """Updates done."""
-    return checkpoints.saved_updates(self.workdir)[-1]
+    """Updates that are saved; 0 without a checkpoint."""
+    return max(checkpoints.saved_updates(self.workdir), default=0)
 
   @property
   def steps(self) -> int:
     """Valid agent steps learned from."""
+    if not self.update:
+      return 0
     steps = checkpoints.steps_of(self.workdir, self.update)
     return self.metrics[-1]['steps'] if steps is None else steps
 

@@ -82,7 +82,7 @@ def decided(run: build.Run, workdir: Path, request: Request
       state = None
       if begins and request.init_from:
         if (request.init_from / record.NAME).is_file():
-          Workdir(request.init_from).check_layout(run.experiment)
+          _check_layout_of_origin(run, request.init_from)
         state, origin = inherit.read(run, request.init_from, request.init_partly)
         first = record.new(run.experiment.fields, origin)
       if begins:
@@ -95,6 +95,18 @@ def decided(run: build.Run, workdir: Path, request: Request
       return Opened(run, workdir, opened.record, update, folder.notes if folder else ())
 
     yield begin
+
+
+def _check_layout_of_origin(run: build.Run, source: Path) -> None:
+  """Checks that observations have the layout that a run began with whose state is taken over.
+
+  Raises:
+    ValueError: they have another one, or the record of that run is broken.
+  """
+  try:
+    Workdir(source).check_layout(run.experiment)
+  except ValueError as error:
+    raise ValueError(str(error).replace('--workdir: ', '--init_from: ', 1)) from None
 
 
 def _by_process_0(function: Callable[[], Any], is_first: bool) -> Any:

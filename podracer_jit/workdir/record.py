@@ -172,6 +172,12 @@ class Record:
     return dataclasses.replace(self, stages=[*before, Stage(last.first_update, whole),
                                              Stage(first_update, config)])
 
+  def taken_back(self, first_update: int) -> Record:
+    """Returns the record without a change before this update, the next one, if there is any."""
+    *before, newest = self.stages
+    has_change = before and newest.first_update == first_update
+    return dataclasses.replace(self, stages=before) if has_change else self
+
   def refreshed(self, fields: Mapping[str, Any]) -> Record:
     """Returns the record of a run that goes on with other free fields alone, as the newest config.
 

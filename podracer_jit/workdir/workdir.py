@@ -276,7 +276,9 @@ class OpenWorkdir(Workdir):
         raise ValueError(f'--renew_envs: there is no run in {self.path} to go on with')
       return True
     refused = record.refusals(saved.differences(fields), request.change)
-    if refused:
+    # A change may be taken back as long as no update with it was saved.
+    earlier = saved.taken_back((self.seen.update or 0) + 1)
+    if refused and record.refusals(earlier.differences(fields), request.change):
       raise OtherExperiment(f'{self.path} holds another experiment ({"; ".join(refused)}); set the '
                           'fields back, or choose another --workdir, where --init_from='
                           f'{self.path} begins with what this run has learned')

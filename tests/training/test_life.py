@@ -529,6 +529,28 @@ def test_init_from_a_run_with_a_replay_copies_its_parameters_to_the_target(with_
   assert not (tmp_path / 'checkpoints' / '0' / 'replay').exists()
 
 
+def test_a_change_without_a_saved_update_can_be_taken_back(tmp_path):
+  config = small('ppo', total_steps=600)
+  run, longer = prepared(config), prepared(changed(config, total_steps=6000))
+  assert not runs.train(run, tmp_path, 3)
+  saved = (tmp_path / record.NAME).read_bytes()
+
+  def go_on(experiment, **request):
+    with opening.opened_run(experiment, tmp_path, make_request(**request)):
+      pass
+    return record.read(tmp_path)
+
+  assert len(go_on(longer, extend=True).stages) == 2
+  with pytest.raises(ValueError, match='total_steps: 6000 there, 5000 now: it can only grow'):
+    go_on(prepared(changed(config, total_steps=5000)))
+  assert len(go_on(run).stages) == 1
+  assert json.loads((tmp_path / record.NAME).read_bytes())['config'] == json.loads(saved)['config']
+  go_on(longer, extend=True)
+  assert not runs.train(longer, tmp_path, 4)
+  with pytest.raises(ValueError, match='total_steps: 6000 there, 600 now: it can only grow'):
+    go_on(run)
+
+
 @pytest.mark.parametrize('loss', essential(['pqn', 'sac', 'td3', 'r2d2', 'dpg'], 'td3'))
 def test_a_run_of_a_newer_algorithm_is_evaluated_and_another_begins_with_it(loss, tmp_path):
   of_workdir = prepared(changed(of_replay(loss) if loss != 'pqn' else changed(
