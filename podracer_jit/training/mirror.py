@@ -63,6 +63,7 @@ class Mirror(Sink):
     self._copier = concurrent.futures.ThreadPoolExecutor(1, 'mirror')
     self._copying: concurrent.futures.Future | None = None
     self._has_begun = False
+    self._files_at_start: Sizes = {}  # of the copy
     self.note_of_start = ''
     if '://' not in url:
       raise ValueError(f'--mirror: must be the address of a store, such as gs://bucket/runs/x, got '
@@ -72,6 +73,7 @@ class Mirror(Sink):
       index = self._read(INDEX)
       if index is not None:
         self._go_on(index)
+        self._files_at_start = index['files']
     except Exception as error:  # noqa: BLE001 - each store has errors of its own
       if isinstance(error, ValueError) and str(error).startswith('--mirror: '):
         raise
@@ -171,7 +173,8 @@ class Mirror(Sink):
       NotSaved: it cannot be copied; the workdir has it.
     """
     if not self._has_begun:  # no segment was left to make, but perhaps the copy before had failed
-      if not (self._workdir / record.NAME).exists():
+      has_run = (self._workdir / record.NAME).exists()
+      if not has_run or self._files_at_start == dict(self._sizes()):
         return
       self._take_over()
     if self._copying is not None:

@@ -249,6 +249,9 @@ def test_a_finished_run_whose_copy_had_failed_is_copied(tmp_path):
   copy = mirror.Mirror(f'file://{store}', workdir)
   copy.close()  # a training with no segment left begins no sink
   assert_equal_folders(workdir, store)
+  holder = (store / mirror.HOLDER).read_text()
+  mirror.Mirror(f'file://{store}', workdir).close()  # the copy has it all
+  assert (store / mirror.HOLDER).read_text() == holder
   (tmp_path / 'empty').mkdir()
   mirror.Mirror('memory://runs/none', tmp_path / 'empty').close()  # no run has begun
   assert not fsspec.filesystem('memory').exists('/runs/none')
