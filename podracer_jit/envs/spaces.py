@@ -8,7 +8,7 @@ since gymnax has classes of its own and EnvPool uses Gymnasium's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -237,44 +237,46 @@ def _arrays(obs: Any, space: Any) -> list[Any]:
   return [obs]
 
 
-def misfit(obs: Any, space: Any, name: str = '') -> str:
+def misfit(obs: Any, space: Any) -> str:
   """Returns which array of an observation has another shape than its space; '' if none has.
 
   The place of a part in the flat observation follows from the space. A single array keeps its own
   shape, whatever the space says.
+  """
+  def problem_of(array: Any, space: Any, name: str) -> str:
+    is_number = type(space).__name__ == 'Discrete'
+    fits = math.prod(array.shape) == 1 if is_number else array.shape == tuple(space.shape)
+    if fits or not name:
+      return ''
+    return f'the part {name} is an array {array.shape}, and its space is {space}'
+  return _first_problem(problem_of, obs, space)
+
+
+def beyond_bits(obs: Any, space: Any) -> str:
+  """Returns which array of an observation has a number that is no bit, as its space has it; or ''."""
+  def problem_of(array: Any, space: Any, name: str) -> str:
+    if not has_bits(space) or np.max(array, initial=0) <= 1:
+      return ''
+    which = f'the part {name}' if name else 'one'
+    return f'{which} has the number {np.max(array)}, and its space is {space}'
+  return _first_problem(problem_of, obs, space)
+
+
+def _first_problem(problem_of: Callable[[Any, Any, str], str], obs: Any, space: Any,
+                   name: str = '') -> str:
+  """Returns the first problem of an array of an observation; '' if there is none.
 
   Args:
+    problem_of: returns the problem of an array, its space and its name, or ''.
     obs: one observation.
     space: its space.
     name: the name of the part; '' for the whole observation.
   """
-  if type(space).__name__ in ('Dict', 'Tuple'):
-    problems = (misfit(obs[key], inner, f'{name}/{key}' if name else str(key))
-                for key, inner in _items(space))
-    return next(filter(None, problems), '')
-  is_number = type(space).__name__ == 'Discrete'
-  fits = math.prod(obs.shape) == 1 if is_number else obs.shape == tuple(space.shape)
-  if fits or not name:
-    return ''
-  return f'the part {name} is an array {obs.shape}, and its space is {space}'
-
-
-def beyond_bits(obs: Any, space: Any, name: str = '') -> str:
-  """Returns which array of an observation has a number that is no bit, as its space has it; or ''.
-
-  Args:
-    obs: one observation, of numbers.
-    space: its space.
-    name: the name of the part; '' for the whole observation.
-  """
-  if type(space).__name__ in ('Dict', 'Tuple'):
-    problems = (beyond_bits(obs[key], inner, f'{name}/{key}' if name else str(key))
-                for key, inner in _items(space))
-    return next(filter(None, problems), '')
-  if not has_bits(space) or np.max(obs, initial=0) <= 1:
-    return ''
-  which = f'the part {name}' if name else 'one'
-  return f'{which} has the number {np.max(obs)}, and its space is {space}'
+  if type(space).__name__ not in ('Dict', 'Tuple'):
+    return problem_of(obs, space, name)
+  problems = (_first_problem(problem_of, obs[key], inner, f'{name}/{key}' if name else str(key))
+              for key, inner in _items(space))
+  return next(filter(None, problems), '')
 
 
 def observe(obs: Any, space: Any, leaves: Sequence[Leaf]) -> Any:
