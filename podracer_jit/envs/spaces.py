@@ -253,7 +253,7 @@ def misfit(obs: Any, space: Any) -> str:
 
 
 def beyond_bits(obs: Any, space: Any) -> str:
-  """Returns which array of an observation has a number that is no bit, as its space has it; or ''."""
+  """Returns which array of an observation has no bits, although its space has; '' if none has."""
   def problem_of(array: Any, space: Any, name: str) -> str:
     if not has_bits(space) or np.max(array, initial=0) <= 1:
       return ''
