@@ -97,7 +97,7 @@ def seen(spec: EnvSpec) -> EnvSpec:
   """Returns the spec with the observations that the network sees.
 
   These are what the task would give without the part that is the mask: an array that is alone
-  beside the mask keeps its shape and type.
+  beside the mask keeps its shape and type, but for bits, which are bool.
   """
   if spec.action_mask is None:
     return spec
@@ -107,10 +107,8 @@ def seen(spec: EnvSpec) -> EnvSpec:
   dtype = spaces.flat_dtype(parts)
   if len(parts) == 1:
     (part,) = parts
-    bytes_of_bits = part.dtype == np.bool_ and not part.is_image
-    return spec._replace(obs_shape=part.shape, parts=(), channels_last=part.channels_last,
-                         obs_dtype=np.dtype(np.uint8) if bytes_of_bits else part.dtype,
-                         action_mask=None)
+    return spec._replace(obs_shape=part.shape, obs_dtype=part.dtype, parts=(),
+                         channels_last=part.channels_last, action_mask=None)
   return spec._replace(obs_shape=(spec.obs_shape[0] - (end - first),), obs_dtype=dtype,
                        parts=tuple(parts), action_mask=None)
 

@@ -468,12 +468,13 @@ def test_lists_and_tuples_of_the_tasks_options_stay_what_they_are(tmp_path):
   record['config']['env'] |= json.loads(json.dumps(values))
   (tmp_path / 'config.json').write_text(json.dumps(record))
   (tmp_path / 'metrics.jsonl').write_text('{"update": 1}\n')
-  assert open_workdir(tmp_path, fields) == []
   assert Workdir(tmp_path).config()['env']['a'] == (1, (2,))
   other = fields | {'env': fields['env'] | {'a': [1, (3,)]}}
   message = r'env.a: \(1, \(2,\)\) there, \[1, \(3,\)\] now'
   with pytest.raises(OtherExperiment, match=message):
     open_workdir(tmp_path, other)
+  assert open_workdir(tmp_path, fields) == []
+  assert Workdir(tmp_path).config()['env']['a'] == [1, (2,)]  # as it is now
 
 
 def test_the_commands_that_train_a_run_are_noted(tmp_path, monkeypatch):
