@@ -12,7 +12,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,14 +83,14 @@ class _Pictures:
     self._groups = groups
     self.as_files: dict[str, str] = {}
 
-  def add(self, name: str, title: str, svg: str, has_groups: bool = True) -> Markup:
+  def add(self, name: str, title: str, svg: str, of_groups: Iterable[int] | None = None) -> Markup:
     """Adds a figure; returns it for the page.
 
     Args:
       name: of the file, without its ending.
       title: what it shows.
       svg: the picture.
-      has_groups: its colours are those of the groups.
+      of_groups: indices of the groups that it is of; all by default.
     """
     name = re.sub(r'[^A-Za-z0-9.=_-]+', '-', name).strip('-.')[:80]
     unique = name
@@ -98,8 +98,8 @@ class _Pictures:
       if f'{unique}.svg' not in self.as_files:
         break
       unique = f'{name}-{k}'
-    self.as_files[f'{unique}.svg'] = figures.standalone(
-        svg, title, self._groups if has_groups else ())
+    groups = self._groups if of_groups is None else [self._groups[index] for index in of_groups]
+    self.as_files[f'{unique}.svg'] = figures.standalone(svg, title, groups)
     # The SVG is matplotlib's, which escapes the texts in it.
     return Markup(figures.inline(svg, len(self.as_files), title))
 
@@ -384,8 +384,8 @@ def _curves(comparison: Comparison, pictures: _Pictures) -> dict[str, Any] | Non
         continue
       count = max(count, sum(len(line.curve.seeds) for line in lines))
       svg = figures.curves(lines, label, 'return', size)
-      of_axes[axis] = pictures.add(f'curve-{task}-{axis}',
-                                   f'{task}: mean return of training', svg)
+      of_axes[axis] = pictures.add(f'curve-{task}-{axis}', f'{task}: mean return of training', svg,
+                                   [line.index for line in lines])
     if of_axes:
       drawn.append(dict(name=task, figures=of_axes, words=_count(count, 'run')))
   if not drawn:
@@ -585,7 +585,7 @@ def _metrics(run: Run, pictures: _Pictures) -> list[dict[str, Any]]:
     title = name.replace('_', ' ')
     svg = figures.values(x, y, 'agent steps')
     parts[part].append(dict(
-        name=title, figure=pictures.add(f'metric-{name}', f'{title} over agent steps', svg, False),
+        name=title, figure=pictures.add(f'metric-{name}', f'{title} over agent steps', svg, ()),
         unit=metric.unit if metric else '',
         meaning=_sentence(metric.meaning) if metric else "A term of the algorithm's own.",
         unusual=_sentence(metric.unusual) if metric else ''))

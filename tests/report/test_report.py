@@ -414,6 +414,17 @@ def test_wrong_arguments_are_refused(args, words, tmp_path, monkeypatch, capsys)
   assert words in capsys.readouterr().err
 
 
+def test_the_legend_of_a_curve_has_the_groups_of_its_task(tmp_path):
+  for k, rate in enumerate((0.25, 0.5, 0.75)):
+    make(tmp_path / 'runs' / f'{k}', task=f'task{min(k, 1)}', batch=f'{k}', rate=rate)
+  report([tmp_path / 'runs'], tmp_path / 'out')
+  def legend(task):
+    svg = (tmp_path / 'out' / page.FIGURES / f'curve-{task}-steps.svg').read_text()
+    return re.findall(r'learning_rate (0\.\d+)', svg)
+  assert legend('task1') == ['0.5', '0.75']
+  assert legend('task0') == []  # a single group needs none
+
+
 def test_a_page_that_would_be_too_large_leaves_figures_to_files(tmp_path, monkeypatch):
   for k in range(3):
     make(tmp_path / 'runs' / f'{k}', task=f'task{k}', batch=f'{k}')
