@@ -14,7 +14,7 @@ from jax import lax
 from podracer_jit import schedules
 from podracer_jit.agents import running_moments
 from podracer_jit.losses.algorithm import Algorithm, Aux, Batch
-from podracer_jit.numerics import fingerprints
+from podracer_jit.numerics import blocks
 from podracer_jit.numerics.groups import Groups
 from podracer_jit.numerics.islands import island
 from podracer_jit.numerics.tracing import traced, zeros
@@ -201,12 +201,16 @@ def finite_parts(state: TrainState) -> Metrics:
   A number whose square overflows makes running moments, or an optimizer's, infinite. Everything
   divided by them is 0 then, and the run learns nothing more without a NaN in any loss.
   """
+  def none_infinite(x: jax.Array) -> jax.Array:
+    return blocks.sums(lambda x, _: ((~jnp.isfinite(x)).astype(jnp.uint32),), x)[0] == 0
+
   def all_finite(tree: Any) -> jax.Array:
     numbers = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
     # A scalar of an optimizer, such as its best loss so far, may begin as infinity.
     answers = [~jnp.isnan(x) for x in numbers if x.ndim == 0]
-    answers += [jnp.all(jnp.isfinite(x))
-                for x in fingerprints.few_arrays([x for x in numbers if x.ndim])]
+    answers += [lax.platform_dependent(x.reshape(-1), cpu=none_infinite,
+                                       default=lambda x: jnp.all(jnp.isfinite(x)))
+                for x in blocks.few_arrays([x for x in numbers if x.ndim])]
     return jnp.all(jnp.stack(answers)) if answers else jnp.bool_(True)
 
   return dict(moments=all_finite(running_moments.moments_of(state.params)),

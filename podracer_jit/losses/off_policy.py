@@ -61,20 +61,20 @@ class OffPolicyActorCritic(Algorithm):
     """Returns the values of all critics, [num_critics, N].
 
     Args:
-      params: of the critics.
+      params: of each critic.
       obs: [N, D].
       action: [N, A], from -1 to 1.
     """
-    return jax.vmap(self.critic.apply, in_axes=(0, None, None))(params, obs, action)
+    return jnp.stack([self.critic.apply(of_one, obs, action) for of_one in params])
 
   def init(self, key: jax.Array) -> Params:
-    """Returns the actor and the critics; arrays of critics have a leading axis [num_critics]."""
+    """Returns the actor, and a list of critics."""
     spec = self.parts.spec
     obs = jnp.zeros((1, *spec.obs_shape), spec.obs_dtype)
     action = jnp.zeros((1, *self.parts.policy.action_shape))
     keys = jax.random.split(key, 1 + self.num_critics)
     return {'actor': self.network.init(keys[0], obs),
-            'critic': jax.vmap(lambda key: self.critic.init(key, obs, action))(keys[1:])}
+            'critic': [self.critic.init(key, obs, action) for key in keys[1:]]}
 
   def acting(self, state: TrainState) -> dict[str, Any]:
     """Returns the actor, and the steps that end the random ones."""

@@ -120,7 +120,7 @@ class TD3(OffPolicyActorCritic):
     value = transition.reward + transition.discount * next_q
     error = self.q(params['critic'], transition.obs, transition.action) - value
 
-    first_critic = jax.tree.map(lambda x: x[0], state.params['critic'])
+    first_critic = state.params['critic'][0]
 
     def q_of_actor(actor):
       action = self.network.apply(actor, transition.obs)

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
+from podracer_jit.numerics import blocks
 from podracer_jit.numerics.thread_pool import independent_of_threads
 
 
@@ -35,9 +36,6 @@ def _hash(words: jax.Array, indices: jax.Array, multipliers: Any) -> jax.Array:
 _MULTIPLIERS = np.array([[0x7FEB352D, 0x846CA68B], [0x85EBCA6B, 0xC2B2AE35]], np.uint32)
 
 _SALT = 0x9E3779B9  # 2^32 divided by the golden ratio; its multiples tell arrays apart
-
-# Arrays of fewer words are joined to one, which compiles faster. Larger ones take long to copy.
-FEW = 1 << 16
 
 
 def fingerprint(tree: Any, env_axis: int | None = None, first_env: Any = 0,
@@ -71,27 +69,18 @@ def fingerprint(tree: Any, env_axis: int | None = None, first_env: Any = 0,
   whole = _Whole(env_axis, first_env, num_envs)
 
   total = jnp.zeros(2, jnp.uint32)
-  short = [i for i, shape in enumerate(shapes) if math.prod(shape) < FEW]
+  short = [i for i, shape in enumerate(shapes) if math.prod(shape) < blocks.FEW]
   if short:
     indices = {shape: whole.indices(shape) for shape in dict.fromkeys(shapes[i] for i in short)}
     words = jnp.concatenate([_words(leaves[i]).reshape(-1) for i in short])
     places = jnp.concatenate([(indices[shapes[i]] + starts[i]).reshape(-1) for i in short])
     total += jnp.sum(_hash(words, places, _MULTIPLIERS.T[..., None]), axis=1, dtype=jnp.uint32)
   for leaf, shape, start in zip(leaves, shapes, starts, strict=True):
-    if math.prod(shape) >= FEW:
+    if math.prod(shape) >= blocks.FEW:
       total += lax.platform_dependent(
           leaf, cpu=functools.partial(_sum_of_blocks, whole, start),
           default=functools.partial(_sum, whole, start))
   return total
-
-
-def few_arrays(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-  """Returns arrays with the same numbers: the small ones of each type are joined to one."""
-  large = [x for x in arrays if x.size >= FEW]
-  small = [x for x in arrays if x.size < FEW]
-  return large + [
-      jnp.concatenate([x.reshape(-1) for x in small if x.dtype == dtype])
-      for dtype in dict.fromkeys(x.dtype for x in small)]
 
 
 def _merged(x: jax.Array, env_axis: int | None) -> jax.Array:
@@ -153,27 +142,16 @@ def _sum(whole: _Whole, start: Any, leaf: jax.Array) -> jax.Array:
 
 
 def _sum_of_blocks(whole: _Whole, start: Any, leaf: jax.Array) -> jax.Array:
-  """Returns the same as `_sum`, without arrays of its size.
-
-  On a CPU, XLA writes all hashes to memory before it adds them, which takes far longer.
-  """
+  """Returns the same as `_sum`, without arrays of its size."""
   shape = jax.eval_shape(_words, leaf).shape
-  stride = whole.stride(shape, 0)
-  rows = min(len(leaf), max(1, FEW // math.prod(shape[1:])))  # of a block
-  blocks, rest = divmod(len(leaf), rows)
-  indices = whole.indices((rows, *shape[1:]))
+  stride = np.uint32(whole.stride(shape, 0) % 2**32)
 
-  def add(i, sums):
-    words = _words(lax.dynamic_slice_in_dim(leaf, i * rows, rows))
-    places = indices + (start + jnp.asarray(i, jnp.uint32) * np.uint32(rows * stride % 2**32))
-    return tuple(x + _hash(words, places, multipliers)
-                 for x, multipliers in zip(sums, _MULTIPLIERS, strict=True))
+  def hashes(rows, first):
+    words = _words(rows)
+    places = whole.indices(words.shape) + (start + jnp.asarray(first, jnp.uint32) * stride)
+    return tuple(_hash(words, places, multipliers) for multipliers in _MULTIPLIERS)
 
-  sums = lax.fori_loop(0, blocks, add, (jnp.zeros(indices.shape, jnp.uint32),) * 2)
-  total = jnp.stack([jnp.sum(x, dtype=jnp.uint32) for x in sums])
-  if rest:
-    total += _sum(whole, start + np.uint32(blocks * rows * stride % 2**32), leaf[-rest:])
-  return total
+  return blocks.sums(hashes, leaf, math.prod(shape[1:]))
 
 
 @functools.cache

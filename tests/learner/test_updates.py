@@ -20,7 +20,7 @@ from podracer_jit.learner.from_rollouts import FromRollouts, Prepared
 from podracer_jit.losses import ALGORITHMS, IMPALA, PPO
 from podracer_jit.losses.algorithm import Aux
 from podracer_jit.losses.items import Items, transitions
-from podracer_jit.numerics import deterministic, fingerprints
+from podracer_jit.numerics import blocks, deterministic, fingerprints
 from podracer_jit.numerics.groups import Groups
 from podracer_jit.types import Episodes, Rollout, TrainState
 from tests import reference
@@ -729,12 +729,12 @@ def test_groups_together_learn_what_they_learn_one_after_the_other(loss, monkeyp
       assert_allclose(together[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize('shape', [(), (3,), (2, 5), (fingerprints.FEW + 1,)])
+@pytest.mark.parametrize('shape', [(), (3,), (2, 5), (blocks.FEW + 1,)])
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf, 1.0])
 def test_each_number_of_an_optimizer_is_looked_at(shape, dtype, value):
   x = jnp.zeros(shape, dtype).reshape(-1).at[-1].set(value).reshape(shape)
-  others = [jnp.ones(4), jnp.int32(3), jnp.zeros((2, 0)), jnp.ones(fingerprints.FEW)]
+  others = [jnp.ones(4), jnp.int32(3), jnp.zeros((2, 0)), jnp.ones(blocks.FEW)]
   state = TrainState({}, [*others, x], {}, jnp.int32(0), jnp.int32(0), jax.random.key(0))
   finite = updates.finite_parts(state)
   # A scalar may be infinite.

@@ -41,6 +41,4 @@ def mlp(params, x):
 def q(params, obs, action):
   """Returns the values of all critics, [critics, N]."""
   x = np.concatenate([obs, action], axis=-1)
-  count = len(jax.tree.leaves(params)[0])
-  return np.stack([mlp(jax.tree.map(lambda p, i=i: np.float64(p[i]), params), x)[:, 0]
-                   for i in range(count)])
+  return np.stack([mlp(jax.tree.map(np.float64, of_one), x)[:, 0] for of_one in params])
