@@ -3,7 +3,8 @@
 import pytest
 
 # Modules that a shipped config needs beyond those of every installation.
-_MODULES = {'ppo_playground': 'mujoco_playground', 'pqn_minatar': 'gymnax'}
+_MODULES = {
+    'ppo_minatar': 'gymnax', 'ppo_playground': 'mujoco_playground', 'pqn_minatar': 'gymnax'}
 
 
 def skip_without(config: str) -> None:

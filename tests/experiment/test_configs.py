@@ -13,6 +13,7 @@ from podracer_jit.configs import (
   impala_atari,
   ppo_atari,
   ppo_atari_8,
+  ppo_minatar,
   ppo_mujoco,
   ppo_mujoco_fast,
   ppo_pong_envpool,
@@ -164,7 +165,16 @@ CASES = {  # 2310.00036
         'loss.epsilon': 'linear:1:0.05:0.1', 'optimizer.name': 'radam',
         'optimizer.learning_rate': 5e-4, 'optimizer.anneal': True, 'optimizer.max_grad_norm': 10.0,
         'network.channels': (16,), 'network.kernels': (3,), 'network.hidden': 128,
-        'network.layer_norm': True})}
+        'network.layer_norm': True}),
+    # PureJaxRL, examples/brax_minatar.ipynb; its loss has half of the squared error, too.
+    'PPO on MinAtar': (ppo_minatar.get_config, {
+        'total_steps': 10_000_000, 'env.num_envs': 64, 'unroll_length': 128, 'num_minibatches': 8,
+        'num_epochs': 4, 'loss.discount': 0.99, 'loss.gae_lambda': 0.95, 'loss.clip': 0.2,
+        'loss.clip_value': True, 'loss.value_coef': 0.5, 'loss.entropy_coef': 0.01,
+        'loss.normalise_advantage': True, 'optimizer.name': 'adam', 'optimizer.eps': 1e-5,
+        'optimizer.learning_rate': 5e-3, 'optimizer.anneal': True, 'optimizer.max_grad_norm': 0.5,
+        'network.hidden': (64, 64), 'network.activation': 'relu',
+        'network.separate_critic': True})}
 
 
 @pytest.mark.parametrize('case', CASES)
