@@ -355,8 +355,6 @@ class Replay(NamedTuple):
     """
     chex.assert_rank(place, 1)
     chex.assert_equal_shape([place, error])
-    if self.fifo and not self.priority_exponent:
-      return state  # each item has had the weight 1 since it was added
     # `tree.put` must not get a place twice; equal places are neighbours.
     previous = jnp.pad(place, (1, 0), constant_values=-1)[:-1]
     place = jnp.where(place == previous, tree.NOWHERE, place)

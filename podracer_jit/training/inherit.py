@@ -188,7 +188,8 @@ def _words(misfit: tuple[str, str], source: Path) -> str:
 def _same_kind(own: Sequence[str], other: Sequence[str]) -> bool:
   """Returns whether two optimizers keep the same kinds of statistics, whatever their parameters."""
   def kinds(names: Sequence[str]) -> set[str]:
-    return {re.split('/params/', name)[0] for name in names}
+    # A network of several, such as a critic, has its number before its parameters.
+    return {re.split(r'/(?:\d+/)?params/', name)[0] for name in names}
   return kinds(own) == kinds(other)
 
 
