@@ -3,7 +3,8 @@
 podracer_jit --config=configs/ppo_minatar.py --workdir=runs/ppo_minatar
 podracer_jit --config=configs/ppo_minatar.py --workdir=runs/ppo_seeds --num_seeds=10
 
-The settings are those of PureJaxRL's notebook examples/brax_minatar.ipynb.
+The settings are those of PureJaxRL's notebook examples/brax_minatar.ipynb. One thing differs: a
+return that the time limit cuts is bootstrapped here, and ends there.
 """
 
 from podracer_jit import experiment

@@ -61,7 +61,7 @@ class OffPolicyActorCritic(Algorithm):
     """Returns the values of all critics, [num_critics, N].
 
     Args:
-      params: of each critic.
+      params: a list, one of each critic.
       obs: [N, D].
       action: [N, A], from -1 to 1.
     """

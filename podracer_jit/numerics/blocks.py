@@ -14,7 +14,7 @@ from jax import lax
 
 # Arrays of fewer numbers are joined to one, which compiles faster. Larger ones take long to copy.
 FEW = 1 << 16
-_BLOCK = 1 << 13  # terms of a block, which fit the first cache
+_BLOCK = 1 << 13  # terms of a block, unless a row has more
 _AT_ONCE = 4  # blocks that are added in one pass; more take longer to compile
 
 
@@ -32,24 +32,24 @@ def sums(terms: Callable[[jax.Array, jax.Array | int], tuple[jax.Array, ...]], x
   """Returns sums modulo 2^32 over an array, without arrays of its size.
 
   Args:
-    terms: returns arrays of terms to add, uint32 of one shape, for some rows x[i:i + n] and the
-      index i; elementwise.
+    terms: called with rows x[i:i + n] and i; returns k uint32 arrays of one shape, the terms to
+      add, each computed elementwise.
     x: the array, [N, ...], not empty.
     terms_of_row: the terms of a row in each array.
 
   Returns:
-    [k] uint32, a sum for each array that `terms` returns.
+    [k] uint32, a sum for each of those arrays.
   """
   rows = min(len(x), max(1, _BLOCK // terms_of_row))
   whole, rest = divmod(len(x), rows)
 
-  def add(i, sums):
+  def add(i, totals):
     new = terms(lax.dynamic_slice_in_dim(x, i * rows, rows), i * rows)
-    return tuple(total + term for total, term in zip(sums, new, strict=True))
+    return tuple(total + term for total, term in zip(totals, new, strict=True))
 
-  nothing = tuple(jnp.zeros(term.shape, term.dtype)
-                  for term in jax.eval_shape(lambda x: terms(x, 0), x[:rows]))
-  by_place = lax.fori_loop(0, whole, add, nothing, unroll=_AT_ONCE)
+  zeros = tuple(jnp.zeros(term.shape, term.dtype)
+                for term in jax.eval_shape(lambda x: terms(x, 0), x[:rows]))
+  by_place = lax.fori_loop(0, whole, add, zeros, unroll=_AT_ONCE)
   total = jnp.stack([jnp.sum(places, dtype=jnp.uint32) for places in by_place])
   if rest:
     total += jnp.stack([jnp.sum(places, dtype=jnp.uint32)

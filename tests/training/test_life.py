@@ -517,6 +517,16 @@ def test_another_optimizer_starts_fresh(cartpole, tmp_path):
 
 
 @pytest.mark.full
+def test_init_from_a_run_with_fewer_critics_keeps_what_the_optimizer_knows_of_the_others(tmp_path):
+  args = ['--config=td3_pendulum:smoke', '--config.total_steps=400']
+  binary(*args, f'--workdir={tmp_path}/two')
+  binary(*args, '--config.loss.num_critics=3', f'--init_from={tmp_path}/two', '--init_partly',
+         f'--workdir={tmp_path}/three')
+  fresh = record.read(tmp_path / 'three').origin.fresh
+  assert fresh and all('/critic/2/' in name for name in fresh)
+
+
+@pytest.mark.full
 def test_init_from_a_run_with_a_replay_copies_its_parameters_to_the_target(with_replay, tmp_path):
   source = with_replay
   binary(*APEX, f'--workdir={tmp_path}', f'--init_from={source}', '--config.total_steps=200')
