@@ -155,8 +155,8 @@ TERMS = _by_name(
     Metric('critic_loss', 'losses/critic_loss', 'half the squared TD error, summed over critics '
            '(SAC, TD3)', 'reward^2', 'grows without end: the values diverge'),
     Metric('actor_loss', 'losses/actor_loss', 'the actor minimises it: minus the value of its '
-           'action (TD3), with the entropy (SAC)', 'reward', 'far below minus any return that is '
-           'possible: values are overestimated'),
+           'action, minus alpha times its entropy (SAC)', 'reward',
+           'far below minus any return that is possible: values are overestimated'),
     Metric('alpha', 'losses/alpha', 'temperature: weight of the entropy (SAC)', 'reward/nat',
            'grows without end: the target entropy cannot be reached'),
     Metric('alpha_loss', 'losses/alpha_loss', 'loss of the temperature (SAC); its gradient is what '

@@ -32,7 +32,9 @@ def _act(params, obs):
 
 
 def _losses(params, state, batch, key):
-  """Returns the critics' and the actor's losses, [N] each, in 64 bits (algorithm 1).
+  """Returns the losses of critics and actor, the errors, and the first values, in 64 bits.
+
+  They are those of algorithm 1.
 
   Args:
     params: to differentiate; the actor's loss has the critics of `state`.
@@ -47,21 +49,22 @@ def _losses(params, state, batch, key):
   # Otherwise the test would not see these bounds.
   assert 0 < np.sum(np.abs(draw) > 0.4) < N and 0 < np.sum(np.abs(noisy) > 1) < N
   value = off_policy.q(target['critic'], x.next_obs, noisy.clip(-1, 1)).min(0)
-  error = off_policy.q(params['critic'], x.obs, x.action) - (x.reward + x.discount * value)
+  q = off_policy.q(params['critic'], x.obs, x.action)
+  error = q - (x.reward + x.discount * value)
   first = off_policy.q(state.params['critic'], x.obs, _act(params['actor'], x.obs))[0]
-  return 0.5 * np.square(error).sum(0), -first, error
+  return 0.5 * np.square(error).sum(0), -first, error, q[0]
 
 
 NOISY = dict(loss__target_noise=0.6, loss__target_noise_clip=0.4)
 
 
-def test_the_losses_are_those_of_the_paper():
+def test_the_loss_is_that_of_the_paper():
   algorithm, state, batch, key = _case(**NOISY)
   loss, aux = jax.jit(algorithm.loss)(state.params, state, batch, key)
-  critic_loss, actor_loss, error = _losses(state.params, state, batch, key)
+  critic_loss, _, error, q = _losses(state.params, state, batch, key)
   assert_allclose(aux.terms['critic_loss'], critic_loss.sum(), rtol=1e-4)
-  assert_allclose(aux.terms['actor_loss'], actor_loss.sum(), rtol=1e-4)
-  assert_allclose(loss, (batch.weight * (critic_loss + actor_loss)).sum() / N, rtol=1e-4)
+  assert_allclose(aux.terms['q'], q.sum(), rtol=1e-4)
+  assert_allclose(loss, (batch.weight * critic_loss).sum() / N, rtol=1e-4)
   assert_allclose(aux.priority, np.abs(error).max(0), rtol=1e-4)
 
 
@@ -77,7 +80,7 @@ def test_the_gradient_has_the_slopes_of_the_losses(part):
 
     def loss(step, direction=direction):
       moved = jax.tree.map(lambda p, d: np.float64(p) + step * d, state.params[part], direction)
-      critic_loss, actor_loss, _ = _losses({**state.params, part: moved}, state, batch, key)
+      critic_loss, actor_loss, _, _ = _losses({**state.params, part: moved}, state, batch, key)
       return (batch.weight * (critic_loss + actor_loss)).sum() / N
 
     slope = sum(jax.tree.leaves(jax.tree.map(np.vdot, grads[part], direction)))
