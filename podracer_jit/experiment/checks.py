@@ -267,7 +267,8 @@ def _indivisible(experiment: Experiment) -> Iterator[str]:
   learner_count = experiment.placement.learner_count(learners)
   # Gradient groups share the environments, or what is drawn from a replay that learners share.
   of_envs = learner_count if experiment.loss.learns_from_replay else gradient_groups
-  for whole, divisor in ((envs, shards), (envs, of_envs), (gradient_groups, learner_count)):
+  for whole, divisor in ((envs, shards), (envs, of_envs), (gradient_groups, learner_count),
+                         (shards, experiment.placement.actor_count())):
     if whole.number % divisor.number:
       yield uneven(whole, divisor)
   if experiment.loss.learns_from_replay:

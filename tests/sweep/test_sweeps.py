@@ -215,6 +215,8 @@ def test_flags_that_are_refused_before_anything_is_checked(tmp_path, capsys, arg
 
 @pytest.mark.parametrize('args, message', [
     (['--tasks=CartPole-v1,Nope-v1'], 'ppo_cartpole_smoke,Nope-v1,seed=1: env.task: '),
+    (['--config.scheme=sync', '--config.placement.actors_per_device=3'],
+     'ppo_cartpole_smoke,seed=1: placement.actors_per_device: 3 actors'),
     pytest.param(['--grid=loss.clip=0.1,-1'], 'ppo_cartpole_smoke,clip=-1,seed=1: loss.clip: ',
                  marks=pytest.mark.full),
     pytest.param(['--grid=loss.clips=0.1'], 'ppo_cartpole_smoke,clips=0.1,seed=1: '
