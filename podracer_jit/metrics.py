@@ -148,14 +148,15 @@ TERMS = _by_name(
            'R2D2, PQN)', 'reward^2', 'grows without end: the values diverge'),
     Metric('abs_td_error', 'losses/abs_td_error', 'mean |TD error| (DQN, DPG, R2D2, PQN)',
            'reward', 'grows without end: the values diverge'),
-    Metric('q', 'losses/q_values', 'mean action value of the drawn items', 'reward',
+    Metric('q', 'losses/q_values', 'mean action value of the drawn items; of SAC, of the '
+           "policy's actions and its lowest critic", 'reward',
            'above any return that is possible: values are overestimated'),
     Metric('importance_weight', 'replay/importance_weight', 'mean importance weight of the drawn '
            'items (1511.05952)', '', 'near 0: few items have nearly all of the priority'),
     Metric('critic_loss', 'losses/critic_loss', 'half the squared TD error, summed over critics '
            '(SAC, TD3)', 'reward^2', 'grows without end: the values diverge'),
     Metric('actor_loss', 'losses/actor_loss', 'the actor minimises it: minus the value of its '
-           'action, minus alpha times its entropy (SAC)', 'reward',
+           "action and alpha times the policy's entropy (SAC)", 'reward',
            'far below minus any return that is possible: values are overestimated'),
     Metric('alpha', 'losses/alpha', 'temperature: weight of the entropy (SAC)', 'reward/nat',
            'grows without end: the target entropy cannot be reached'),

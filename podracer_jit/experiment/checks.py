@@ -22,15 +22,20 @@ from podracer_jit.schemes.table import SCHEMES
 MAX_ACTORS = 4096  # of a process, each with a thread
 
 
-def problems(experiment: Experiment) -> Iterator[str]:
-  """Yields a line for each problem of an experiment; it begins with the field."""
+def problems(experiment: Experiment, processes: int) -> Iterator[str]:
+  """Yields a line for each problem of an experiment; it begins with the field.
+
+  Args:
+    experiment: to check.
+    processes: of the run, each with the devices of its placement.
+  """
   yield from _items(experiment)
   yield from _too_large(experiment)
   yield from _network(experiment)
   yield from _algorithm(experiment)
   yield from _placement(experiment)
   yield from _cluster(experiment)
-  yield from _indivisible(experiment)
+  yield from _indivisible(experiment, processes)
   yield from _asynchronous(experiment)
   yield from _auxiliary(experiment)
   for needs_replay in (experiment.scheme.replay, experiment.scheme.graph.replay):
@@ -258,8 +263,8 @@ def _cluster(experiment: Experiment) -> Iterator[str]:
            f'must be auto, got {place.actor_platform}')
 
 
-def _indivisible(experiment: Experiment) -> Iterator[str]:
-  """Yields the numbers that cannot be split evenly."""
+def _indivisible(experiment: Experiment, processes: int) -> Iterator[str]:
+  """Yields the numbers that cannot be split evenly; see `problems`."""
   learners = len(experiment.placement.learner_devices)
   envs = experiment.env_count()
   shards = Count('num_shards', experiment.num_shards, experiment.differs('num_shards'), 'shard')
@@ -268,7 +273,7 @@ def _indivisible(experiment: Experiment) -> Iterator[str]:
   # Gradient groups share the environments, or what is drawn from a replay that learners share.
   of_envs = learner_count if experiment.loss.learns_from_replay else gradient_groups
   for whole, divisor in ((envs, shards), (envs, of_envs), (gradient_groups, learner_count),
-                         (shards, experiment.placement.actor_count())):
+                         (shards, experiment.placement.actor_count(processes))):
     if whole.number % divisor.number:
       yield uneven(whole, divisor)
   if experiment.loss.learns_from_replay:

@@ -97,14 +97,15 @@ def resolve(config: Mapping[str, Any]) -> Experiment:
       torso_options=torso_options, policy_name=policy_name, policy=policy,
       optimizer=parts_of['optimizer'][0], replay=parts_of.get('replay', [None])[0], fields=fields,
       **{section: parts_of[section][0] for section in schema.SECTIONS})
+  machine, processes = host.machine()
   if experiment.microbatch_rows == schema.OPEN:
-    rows = placing.microbatch_rows(spec, host.machine()[0])
+    rows = placing.microbatch_rows(spec, machine)
     experiment = dataclasses.replace(experiment.with_microbatch_rows(rows), chooses_microbatch=True)
   experiment = dataclasses.replace(
-      experiment, placement=placing.placed(experiment, *host.machine()))
+      experiment, placement=placing.placed(experiment, machine, processes))
   with _own_errors('loss.name', f'items of {experiment.loss_name}'):
     experiment.items  # noqa: B018 - made here, and kept
-  for problem in checks.problems(experiment):
+  for problem in checks.problems(experiment, processes):
     raise ValueError(problem)
   return experiment
 

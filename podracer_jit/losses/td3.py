@@ -103,7 +103,7 @@ class TD3(OffPolicyActorCritic):
     """Returns the critics' loss, and sums of terms.
 
     Args:
-      params: of actor and critics, to differentiate.
+      params: of actor and critics, to differentiate; only the critics count.
       state: its target has the target actor and critics.
       batch: N transitions of the replay, and their importance weights [N].
       key: PRNG key of the noise on the target policy's actions.
@@ -127,7 +127,7 @@ class TD3(OffPolicyActorCritic):
             aux._replace(priority=jnp.max(jnp.abs(error), axis=0)))
 
   def gradient(self, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Params, Aux]:
-    """Returns the gradients of the critics' loss and, if its step is due, of the actor's."""
+    """Returns the gradient of `loss`; if a step of the actor is due, with that of its own loss."""
     grads, aux = super().gradient(state, batch, key)
     first_critic = state.params['critic'][0]
 
@@ -136,11 +136,12 @@ class TD3(OffPolicyActorCritic):
       q = self.critic.apply(first_critic, batch.items.obs, action)
       return -jnp.sum(batch.weight * q) / batch.count
 
-    # A step of the critics alone computes nothing of the actor, which takes a fifth of the time.
-    # The gradient is taken within the branch; else both would return all that it needs.
+    # A step of the critics alone skips the actor. `jax.grad` is within the branch: with the result
+    # of `jax.vjp` outside of it, both branches would return all intermediate values.
     slopes = jax.lax.cond(self.is_due(state), jax.grad(actor_loss),
                           functools.partial(jax.tree.map, jnp.zeros_like), state.params['actor'])
-    return grads | {'actor': slopes}, aux
+    # `loss` of a subclass may have terms of the actor, too.
+    return grads | {'actor': jax.tree.map(jnp.add, grads['actor'], slopes)}, aux
 
   def is_due(self, state: TrainState) -> jax.Array:
     """Returns whether the next step is one of the actor and the targets, too, [] bool."""

@@ -11,7 +11,7 @@ import numpy as np
 from podracer_jit import task_sets
 from podracer_jit.options import shorten, shown
 from podracer_jit.report import reading, statistics
-from podracer_jit.report.reading import FREE, SEED, TASK, Run
+from podracer_jit.report.reading import DELAY, FREE, SEED, TASK, Run
 
 RETURN = 'episode_return'
 AXES = {'steps': 'agent steps', 'frames': 'frames', 'wall': 'hours'}  # with their labels
@@ -113,7 +113,7 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 def _own(run: Run) -> dict[str, Any]:
   """Returns the fields that runs of one group share, with their values as text."""
   return {name: shown(value) for name, value in run.config.items()
-          if name not in (SEED, TASK) and not name.startswith(FREE)}
+          if name not in (SEED, TASK) and (name == DELAY or not name.startswith(FREE))}
 
 
 def differing(groups: Sequence[Sequence[Run]]) -> dict[str, list[str]]:

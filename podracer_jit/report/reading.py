@@ -26,6 +26,7 @@ VIDEOS = ('video.mp4', 'video.gif')
 # Fields in which runs of one group may differ: where and how often things happen, not what.
 # `microbatch_rows`, which the platform and the task decide, changes only how gradients are rounded.
 FREE = ('placement.', 'log.', 'eval.', 'checkpoint.', 'microbatch_rows')
+DELAY = 'placement.learner_delay_s'  # of these, the one that is set to see what it changes
 SEED = 'seed'
 TASK = 'env.task'
 TOTAL = 'total_steps'

@@ -198,7 +198,7 @@ def resolve(options: PlacementOptions, num_shards: int, any_platform: bool = Fal
   learners = [device for p in range(processes) for device in _pick(
       'learner_devices', options.learner_devices,
       [d for d in jax.devices() if d.process_index == p])]
-  if num_shards % (len(actors) * processes):
+  if num_shards % (len(actors) * processes):  # if a program joined JAX's processes by itself
     # The default is one shard, so more than one must have been set by a user.
     raise ValueError(uneven(Count('num_shards', num_shards, num_shards > 1, 'shard'),
                             options.actor_count(processes)))

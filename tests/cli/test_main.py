@@ -128,7 +128,7 @@ def saved_to_the_end(workdir):
     ([CATCH, '--config.loss.name=mine:PPO'], "loss.name: cannot import 'mine' of 'mine:PPO'"),
     ([CATCH, '--config.optimizer.learning_rate=-1'],
      'optimizer.learning_rate: must be at least 0, got -1'),
-    ([CATCH, '--config.placement.actor_devices=(77,)'],
+    ([CATCH, '--config.placement.actor_devices=(0,77)', '--config.num_shards=2'],
      'placement.actor_devices: there is no device 77'),
     ([CATCH, '--config.placement.actor_devices=all'], 'placement.actor_devices: must be a tuple'),
     ([CATCH, '--config.placement.learner_devices=(-1,)'], 'learner_devices: must be a tuple'),

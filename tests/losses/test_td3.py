@@ -1,5 +1,6 @@
 """TD3 compared with plain NumPy, and with what it must hold."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,6 +12,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from podracer_jit import losses, testing
 from podracer_jit.experiment.resolve import resolve
 from podracer_jit.learner import updates
+from podracer_jit.losses.td3 import TD3
 from podracer_jit.numerics import counters
 from tests.losses import off_policy
 from tests.losses.off_policy import N, mlp
@@ -86,6 +88,31 @@ def test_the_gradient_has_the_slopes_of_the_losses(part):
     slope = sum(jax.tree.leaves(jax.tree.map(np.vdot, grads[part], direction)))
     assert abs(slope) > 1e-2
     assert_allclose(slope, (loss(1e-6) - loss(-1e-6)) / 2e-6, rtol=1e-3)
+
+
+class Cloning(TD3):
+  """Has a term of the actor in its loss, as TD3+BC (2106.06860)."""
+
+  def loss(self, params, state, batch, key):
+    loss, aux = super().loss(params, state, batch, key)
+    return loss + self.cloning(params['actor'], batch), aux
+
+  def cloning(self, actor, batch):
+    action = self.network.apply(actor, batch.items.obs)
+    return jnp.sum(jnp.square(action - batch.items.action)) / batch.count
+
+
+@pytest.mark.parametrize('done', [0, 1])  # the actor's step is due after 1
+def test_the_loss_of_a_subclass_may_have_terms_of_the_actor(done):
+  algorithm, state, batch, key = _case()
+  state = state._replace(target=state.target._replace(gradient_steps=jnp.int32(done)))
+  cloning = Cloning(**{field.name: getattr(algorithm, field.name)
+                       for field in dataclasses.fields(algorithm)})
+  own = jax.grad(cloning.cloning)(state.params['actor'], batch)
+  before, after = (jax.jit(each.gradient)(state, batch, key)[0] for each in (algorithm, cloning))
+  assert any(map(np.any, jax.tree.leaves(before['actor']))) == done
+  jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-6), after['actor'],
+               jax.tree.map(jnp.add, before['actor'], own))
 
 
 def _equal(a, b):

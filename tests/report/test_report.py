@@ -196,6 +196,15 @@ def test_runs_of_an_earlier_version_are_of_the_group_of_todays(tmp_path):
   assert [run.seed for run in group.runs] == [1, 2]
 
 
+def test_placements_are_one_group_but_a_learner_that_sleeps(tmp_path):
+  for seed, field, value in ((1, 'auto', True), (2, 'auto', False), (3, 'learner_delay_s', 0.5)):
+    change_config(make(tmp_path / 'runs' / f'{seed}', seed=seed), lambda content, f=field, v=value:
+                  content['config']['placement'].update({'learner_delay_s': 0.0, f: v}))
+  groups = comparing.grouped(reading.read([tmp_path / 'runs']))
+  assert [(group.name, [run.seed for run in group.runs]) for group in groups] == [
+      ('ppo, learner_delay_s 0.0', [1, 2]), ('ppo, learner_delay_s 0.5', [3])]
+
+
 def test_groups_of_two_networks_are_named_by_them(tmp_path):
   for name, other in (('mlp', {'activation': 'tanh'}), ('simba', {'blocks': 2})):
     folder = make(tmp_path / 'runs' / name)
