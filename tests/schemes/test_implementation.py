@@ -15,7 +15,7 @@ from podracer_jit.actor.rollout_program import RolloutProgram
 from podracer_jit.configs import apex_dpg_dmc, apex_dqn_atari, apex_dqn_catch, impala_atari
 from podracer_jit.envs import envpool_envs
 from podracer_jit.envs.seeds import env_seeds
-from podracer_jit.experiment import build
+from podracer_jit.experiment import build, schema
 from podracer_jit.learner import from_rollouts, updates
 from podracer_jit.learner.learner import RolloutLearner
 from podracer_jit.runtime import channels, placement
@@ -98,6 +98,7 @@ def test_programs_can_be_lowered_for_gpus(module):
   config = module.get_config('smoke').to_dict()
   config['env']['num_envs'] = 16
   config['num_grad_shards'] = 4
+  config['placement'] |= schema.ONE_DEVICE  # else `learn` would be the part of one device
   fresh_run = fresh(config)
   shards = config['num_shards']
   experiment = fresh_run.experiment
