@@ -148,8 +148,8 @@ TERMS = _by_name(
            'R2D2, PQN)', 'reward^2', 'grows without end: the values diverge'),
     Metric('abs_td_error', 'losses/abs_td_error', 'mean |TD error| (DQN, DPG, R2D2, PQN)',
            'reward', 'grows without end: the values diverge'),
-    Metric('q', 'losses/q_values', 'mean action value of the drawn items; of SAC, of the '
-           "policy's actions and its lowest critic", 'reward',
+    Metric('q', 'losses/q_values', 'mean action value of the drawn items, or of what '
+           'the policy would do there', 'reward',
            'above any return that is possible: values are overestimated'),
     Metric('importance_weight', 'replay/importance_weight', 'mean importance weight of the drawn '
            'items (1511.05952)', '', 'near 0: few items have nearly all of the priority'),
