@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from podracer_jit.options import Count, defaults, internal, option, shown, uneven
 
+# Arrays of fewer bytes travel together, see `put`.
+_JOIN_BELOW = 2**16
 # Most devices of a process.
 MAX_DEVICES = 1024
 _DEVICES = f'must be a tuple of device indices below {MAX_DEVICES}, such as (0, 1)'
@@ -265,14 +268,58 @@ def put_params(params: Any, device: jax.Device) -> Any:
     device: the device of the actor.
   """
   local = replica(params, device)
-  return _copy(local) if _is_on(local, device) else jax.device_put(local, device, may_alias=False)
+  return _copy(local) if _is_on(local, device) else put(local, device)
+
+
+def put(tree: Any, where: jax.Device | NamedSharding) -> Any:
+  """Returns the tree on a device, or on a mesh; copies nothing if it is there.
+
+  A transfer of an array takes as long as a small program, so small arrays travel together.
+
+  Args:
+    tree: arrays of one device, or of NumPy.
+    where: a device of this process, or all devices of a mesh, each of which gets all arrays.
+  """
+  if _is_on(tree, where):
+    return tree
+  leaves, structure = jax.tree.flatten(tree)
+  small = {i: x for i, x in enumerate(leaves)
+           if isinstance(x, jax.Array) and x.size * x.dtype.itemsize < _JOIN_BELOW}
+  large = {i: x for i, x in enumerate(leaves) if i not in small}
+  joined, moved = jax.device_put((_join(list(small.values())), large), where)
+  shapes = tuple((x.shape, x.dtype) for x in small.values())
+  moved.update(zip(small, _split(joined, shapes), strict=True))
+  return jax.tree.unflatten(structure, [moved[i] for i in range(len(leaves))])
+
+
+@jax.jit
+def _join(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+  """Returns an array of the elements of all arrays of a type, for each type in order."""
+  types = dict.fromkeys(x.dtype for x in arrays)
+  return [jnp.concatenate([x.reshape(-1) for x in arrays if x.dtype == dtype]) for dtype in types]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _split(joined: Sequence[jax.Array], shapes: tuple[tuple[tuple[int, ...], Any], ...]
+           ) -> list[jax.Array]:
+  """Returns the arrays of these shapes and types that `_join` joined."""
+  rest = {x.dtype: x for x in joined}
+  arrays = []
+  for shape, dtype in shapes:
+    size = math.prod(shape)
+    arrays.append(rest[dtype][:size].reshape(shape))
+    rest[dtype] = rest[dtype][size:]
+  return arrays
 
 
 def replica(tree: Any, device: jax.Device) -> Any:
   """Returns the replicas of replicated arrays on a device, or others if there are none on it."""
-  return jax.tree.map(
-      lambda x: next((shard.data for shard in x.addressable_shards if shard.device == device),
-                     x.addressable_data(0)), tree)
+  def leaf(x: jax.Array) -> jax.Array:
+    if len(x.sharding.device_set) == 1:
+      return x
+    return next((shard.data for shard in x.addressable_shards if shard.device == device),
+                x.addressable_data(0))
+  return jax.tree.map(leaf, tree)
 
 
 def with_replica(tree: Any, own: Any, device: jax.Device) -> Any:
@@ -289,13 +336,17 @@ def with_replica(tree: Any, own: Any, device: jax.Device) -> Any:
   return jax.tree.map(leaf, tree, own)
 
 
-def _is_on(tree: Any, device: jax.Device) -> bool:
-  """Returns whether the arrays of a tree are on a device; it looks at the first array only.
+def _is_on(tree: Any, where: jax.Device | NamedSharding) -> bool:
+  """Returns whether the arrays of a tree are there; it looks at the first array only.
 
   This is faster than a `device_put` that has nothing to move.
   """
   leaf = jax.tree.leaves(tree)[0]
-  return isinstance(leaf, jax.Array) and leaf.devices() == {device}
+  if not isinstance(leaf, jax.Array):
+    return False
+  if isinstance(where, jax.Device):
+    return leaf.devices() == {where}
+  return leaf.sharding == where
 
 
 @jax.jit
@@ -320,8 +371,8 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
 
 
 def everywhere(tree: Any, mesh: Mesh) -> Any:
-  """Returns the tree on every device of the mesh; copies no array that is already on a device."""
-  return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+  """Returns the tree, of one device or of NumPy, on every device of the mesh; see `put`."""
+  return put(tree, NamedSharding(mesh, PartitionSpec()))
 
 
 class Slices(NamedTuple):
@@ -362,7 +413,7 @@ def scatter(trees: Sequence[Any], first_env: int, num_envs: int, mesh: Mesh) -> 
         cut = tree
         if high - low < width:
           cut = envs_of(tree, low - first_env, high - first_env)
-        part.append(cut if _is_on(cut, device) else jax.device_put(cut, device))
+        part.append(put(cut, device))
     first_env += width
   return Slices(tuple(tuple(p) for p in parts))
 

@@ -76,8 +76,8 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
     channel.prime(first)
 
   def to_centre(message: GradientMessage) -> GradientMessage:
-    sums, batch_stats = jax.device_put((message.sums, message.batch_stats),
-                                       centre.devices.flat[0])
+    sums, batch_stats = placement.put((message.sums, message.batch_stats),
+                                      centre.devices.item())
     return message._replace(sums=sums, batch_stats=batch_stats)
 
   messages = FifoQueue('gradients', count, to_centre)

@@ -51,7 +51,7 @@ class GradientWorker(Protocol):
 
 
 class LocalGradients:
-  """A worker on devices of this process."""
+  """A worker on a device of this process."""
 
   def __init__(self, programs: GradientPrograms, num_envs: int, steps: int):
     """Creates a worker.
@@ -68,7 +68,7 @@ class LocalGradients:
 
   def receive(self, view: Any) -> Any:
     """See `GradientWorker`."""
-    return placement.replicate(view, self._programs.mesh)
+    return placement.put_params(view, self._programs.mesh.devices.item())
 
   def take_from(self, first_env: int) -> Callable[[Any], Any]:
     """See `GradientWorker`."""

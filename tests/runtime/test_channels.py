@@ -535,6 +535,62 @@ def test_a_replica_survives_the_donation_of_another():
   assert_array_equal(state, np.arange(1000.0))
 
 
+def tree_of_all_kinds():
+  """Returns arrays of several types and sizes on device 0, of which two have 64 KiB and more."""
+  rng = np.random.default_rng(0)
+  arrays = {
+      'matrix': rng.normal(size=(3, 5)).astype(np.float32),
+      'nan': np.array([0x7fc00001, 0x80000000], np.uint32).view(np.float32),  # a NaN's bits, and -0
+      'scalar': np.float32(2.5),
+      'count': np.int32(-7),
+      'flags': np.array([True, False, True]),
+      'bytes': rng.integers(0, 256, (2, 3, 4)).astype(np.uint8),
+      'empty': np.zeros((0, 4), np.float32),
+      'halves': np.arange(4).astype(jnp.bfloat16),
+      'large': rng.normal(size=(128, 129)).astype(np.float32),
+      'large bytes': rng.integers(0, 256, (2**16,)).astype(np.uint8),
+  }
+  return jax.device_put(arrays | {'key': jax.random.key(3)}, jax.devices()[0])
+
+
+def bits(x):
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    x = jax.random.key_data(x)
+  return np.asarray(x).tobytes()
+
+
+@pytest.mark.parametrize('goal', ['device', 'mesh', 'numpy'])
+def test_a_tree_arrives_with_all_its_bits(goal):
+  tree = tree_of_all_kinds()
+  where = jax.devices()[1]
+  if goal == 'mesh':
+    where = NamedSharding(mesh(jax.devices()[:3]), PartitionSpec())
+  sent = tree
+  if goal == 'numpy':
+    del tree['key']
+    sent = jax.tree.map(np.asarray, tree)
+  arrived = placement.put(sent, where)
+  assert list(arrived) == list(tree)
+  for name, x in arrived.items():
+    assert (x.shape, x.dtype) == (tree[name].shape, tree[name].dtype), name
+    assert x.devices() == (where.device_set if goal == 'mesh' else {where}), name
+    for shard in x.addressable_shards:
+      assert bits(shard.data) == bits(tree[name]), name
+
+
+def test_a_tree_that_is_there_is_not_copied():
+  tree = tree_of_all_kinds()
+  assert placement.put(tree, jax.devices()[0]) is tree
+
+
+def test_a_tree_survives_the_donation_of_what_arrived():
+  tree = tree_of_all_kinds()
+  arrived = placement.put(tree, jax.devices()[1])
+  jax.block_until_ready(jax.jit(lambda x: x * 0 - 1, donate_argnums=0)(arrived['large']))
+  assert arrived['large'].is_deleted()
+  assert bits(tree['large']) == bits(tree_of_all_kinds()['large'])
+
+
 def batch(num_envs, steps=3):
   rng = np.random.default_rng(num_envs)
   return {'obs': rng.integers(0, 255, (steps + 1, num_envs, 2, 5)).astype(np.uint8),
