@@ -49,7 +49,7 @@ _RUN = _by_name(
            'GPU or TPU of the process; absent on CPUs', 'MB', 'near the memory of the device: '
            'the next larger setting will not fit'),
     Metric('episode_return', 'charts/episodic_return', 'mean return of the last `log.window` '
-           'episodes of training, with unclipped rewards; absent before the first has ended',
+           'episodes of training, with unclipped rewards; null before the first has ended',
            'reward', 'flat for long: nothing is learned, or rewards are rare'),
     Metric('episode_length', 'charts/episodic_length', 'mean length of these episodes',
            'agent steps', 'equal to the time limit: all episodes are truncated'),

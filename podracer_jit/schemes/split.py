@@ -40,7 +40,7 @@ def wire_in_order(plan: Plan, actors: Sequence[Actor], start: SegmentStart, repo
       wiring.rollouts_of(i, start.updates, lambda r, first_env=actor.first_env: placement.scatter(
           r, first_env, plan.num_envs, plan.place.mesh))
       for i, actor in enumerate(actors)]
-  return _wire(plan, actors, start, reports, queues, start.updates, lambda values: values)
+  return _wire(plan, actors, start, reports, queues, lambda values: values)
 
 
 def wire_as_they_come(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Channel):
@@ -63,11 +63,11 @@ def wire_as_they_come(plan: Plan, actors: Sequence[Actor], start: SegmentStart, 
     return [placement.scatter(x, i * plan.num_envs // len(values), plan.num_envs, plan.place.mesh)
             for i, x in enumerate(values)]
 
-  return _wire(plan, actors, start, reports, queues, start.updates * len(actors), scatter)
+  return _wire(plan, actors, start, reports, queues, scatter)
 
 
 def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Channel,
-          queues: Sequence[Channel], rollouts: int, scatter: Callable):
+          queues: Sequence[Channel], scatter: Callable):
   """Wires a graph of actors and a learner.
 
   Args:
@@ -75,14 +75,15 @@ def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Cha
     actors: the actors of the segment.
     start: where the graph begins.
     reports: channel of the learner's reports.
-    queues: channel of each actor's rollouts.
-    rollouts: most rollouts of an actor.
+    queues: channel of each actor's rollouts, one for all actors or one for each.
     scatter: sends the values taken from `queues` to the devices of the learner.
 
   Returns:
     The workers, and a function that returns their waiting times.
   """
   params = wiring.parameters(plan, actors, start, start.update)
+  # One actor may make all rollouts of a queue.
+  rollouts = start.updates * queues.count(queues[0])
   start = start._replace(before=None)  # the channels have it
   first = start.state
   learn = plan.learner.program
