@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -77,8 +76,8 @@ def _steps(worker: Worker, states: dict[str, Any]) -> Iterator[Callable[[], bool
 
     try:
       for i, endpoint in enumerate(worker.reads):
-        yield functools.partial(endpoint.channel.can_wait_ready, inputs[i])
-        since = endpoint.channel.wait_ready(inputs[i], since)
+        yield endpoint.channel.can_wait_ready
+        since = endpoint.channel.wait_ready(since)
         if k % endpoint.every == endpoint.every - 1:
           # Frees the memory of a large value while the worker waits for the next.
           inputs[i] = None
@@ -146,7 +145,7 @@ def run(workers: Sequence[Worker], grace_s: float = 30.0,
   Args:
     workers: the graph.
     grace_s: seconds that threads have to end after a failure.
-    busy: whether a thread does what must not be cut short; the seconds begin when it is done.
+    busy: whether a thread must not be interrupted now, as by a save; the seconds begin after it.
 
   Returns:
     The last state of each worker, by name.

@@ -87,17 +87,18 @@ class Recorded:
     except Closed:
       self.drained = True
       raise
+    self.newest = item
     items = item.value if isinstance(self, DrainQueue) else [item]
     self.received += [x.value[0] for x in items if x.value[0].number >= 0]
     return item
 
-  def wait_ready(self, item, since):
+  def wait_ready(self, since):
     try:
-      until = super().wait_ready(item, since)
+      until = super().wait_ready(since)
     except Closed:
-      self.unawaited.append(item.value[0])
+      self.unawaited.append(self.newest.value[0])
       raise
-    value = item.value[1] if not isinstance(item.value, list) else None
+    value = self.newest.value[1] if not isinstance(self.newest.value, list) else None
     assert not isinstance(value, Value) or value.computed, f'{self.name}: ready too soon'
     return until
 

@@ -85,21 +85,20 @@ class Channel:
   def flush(self) -> None:
     """Blocks until the values that the producer has put are computed; the producer calls it."""
 
-  def wait_ready(self, item: Versioned, since: float) -> float:
-    """Blocks until `item` is computed; the consumer calls it with a value that it took.
+  def wait_ready(self, since: float) -> float:
+    """Blocks until the value that the consumer took last is computed; the consumer calls it.
 
     Args:
-      item: the value.
       since: time (`time.perf_counter`) from which waiting counts. It may lie before this call,
         because the call of a program may wait for its inputs, too.
 
     Returns:
-      When the item became ready, or `since` if it already was; the difference counts as waiting
+      When the value became ready, or `since` if it already was; the difference counts as waiting
       time.
     """
     return since
 
-  def can_wait_ready(self, item: Versioned) -> bool:
+  def can_wait_ready(self) -> bool:
     """Returns whether `wait_ready` would return without blocking."""
     return True
 
@@ -133,7 +132,7 @@ class Channel:
       return jax.block_until_ready(item)
 
   def _ready(self, item: Versioned) -> Versioned:
-    """Blocks until the value is computed and transferred, unless early dispatch is allowed."""
+    """Transfers the value; blocks until it has arrived."""
     return self._computed(self._moved(self._computed(item)))
 
   def _append(self, item: Versioned, capacity: int) -> None:
@@ -185,8 +184,8 @@ class DoubleBuffer(Channel):
 
     Args:
       name: see `Channel`.
-      firings: number of gets; values that no get would take are not put, and but for the first one
-        of a lag of 1 not transferred.
+      firings: number of gets. Later puts are dropped. With a lag of 1 the first dropped value is
+        still transferred: `recent` returns it, and the next graph begins with it.
       lag: 0 or 1, or None for a queue without a primed value.
       transfer: see `Channel`.
       patience_s: see `Channel`.
@@ -211,7 +210,7 @@ class DoubleBuffer(Channel):
     self._finished_at: dict[int, float] = {}
 
   def prime(self, *items: Versioned) -> None:
-    """Transfers lag + 1 items, which the first gets take in order; a single one stands for all."""
+    """Transfers lag + 1 items, which the first gets take in order; a single item is repeated."""
     if self._num_primed:
       moved = [self._computed(self._moved(item)) for item in items]
       self._primed.extend(moved * self._num_primed if len(moved) == 1 else moved)
@@ -255,11 +254,10 @@ class DoubleBuffer(Channel):
         self._unfinished = None
         self._changed.notify_all()
 
-  def wait_ready(self, item: Versioned, since: float) -> float:
-    """Blocks until the producer has finished `item`, the value that was taken last.
+  def wait_ready(self, since: float) -> float:
+    """Blocks until the producer has finished the value that was taken last.
 
     Args:
-      item: the value.
       since: time (`time.perf_counter`) from which waiting counts.
 
     Returns:
@@ -270,7 +268,7 @@ class DoubleBuffer(Channel):
       Closed: the channel has failed.
     """
     with self._changed:
-      self._wait(lambda: self.can_wait_ready(item), 'to be made')
+      self._wait(self.can_wait_ready, 'to be made')
       if self._failed:
         raise Closed(self.name)
       # Time between readiness and this thread's wake-up does not count as waiting.
@@ -278,7 +276,7 @@ class DoubleBuffer(Channel):
       self.get_wait_s += until - since
       return until
 
-  def can_wait_ready(self, item: Versioned) -> bool:
+  def can_wait_ready(self) -> bool:
     """Returns whether `wait_ready` would return without blocking."""
     return self._taken <= self._finished or self._failed
 

@@ -82,7 +82,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
 
   messages = FifoQueue('gradients', count, to_centre)
 
-  workers = [wiring.actor(plan, start, i, actor, tuple(map(Endpoint, ends)), updates)[0]
+  workers = [wiring.actor(plan, i, actor, tuple(map(Endpoint, ends)), updates)[0]
              for i, (actor, *ends) in enumerate(zip(actors, params, rollouts, strict=True))]
   for i, answer in enumerate(answers):
     gradients[i].begin(start.state.key, lambda answer=answer: messages.ended or answer.ended)
@@ -138,7 +138,9 @@ def _gradient(plan: Plan, gradients: Sequence[GradientWorker], i: int, start: Se
 
     collected = sum(item.version for item in items) / len(items)
     message = GradientMessage(i, sums, collected, batch_stats)
-    return (k + 1, prepared), [Versioned(message, view.version)]
+    # The last step of an update frees the batch, while the worker waits for the next rollouts.
+    return (k + 1, None if batch_stats is not None else prepared), [
+        Versioned(message, view.version)]
 
   return fire
 

@@ -102,7 +102,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
                  [Endpoint(channel) for channel in (*params, reports)], start.updates,
                  lambda carry: start.after(wiring.Position(carry.train, carry.update)))
   every = learner.source.options.params_every
-  acts = [wiring.actor(plan, start, i, actor, (Endpoint(p, every), Endpoint(inbox)), 2**62)[0]
+  acts = [wiring.actor(plan, i, actor, (Endpoint(p, every), Endpoint(inbox)), 2**62)[0]
           for i, (actor, p) in enumerate(zip(actors, params, strict=True))]
   acts = [tagged(worker, actor.first_env) for worker, actor in zip(acts, actors, strict=True)]
   return [*acts, draws], wiring.waits(params, [inbox] * len(actors))

@@ -16,7 +16,7 @@ import numpy as np
 
 from podracer_jit.cluster.remote import Answer, Call, Remote
 from podracer_jit.runtime.channels import Versioned
-from podracer_jit.schemes.wiring import Plan, SegmentStart
+from podracer_jit.schemes.wiring import Plan
 
 # Calls that are timed before it is decided how many are under way; the first one compiles.
 _TIMED = 5
@@ -36,18 +36,19 @@ class Pace:
     """
     self.calls = 1
     self._most = most
-    self._answers: list[Answer] = []
+    self._times: list[tuple[float, float]] | None = []  # (rollout, round trip) in seconds
 
   def take_times(self, answer: Answer) -> None:
     """Notes the times of an answer; decides the number of calls once there are enough."""
-    if len(self._answers) > _TIMED:
+    if self._times is None:
       return
-    self._answers.append(answer)
-    if len(self._answers) > _TIMED:
-      rollouts_s = sum(answer.seconds for answer in self._answers[1:])
-      trips_s = sum(answer.round_trip_s for answer in self._answers[1:])
+    # Not the answer itself, whose rollout would stay in memory.
+    self._times.append((answer.seconds, answer.round_trip_s))
+    if len(self._times) > _TIMED:
+      rollouts_s, trips_s = map(sum, zip(*self._times[1:], strict=True))
       if trips_s - rollouts_s > _SHARE * rollouts_s:
         self.calls = self._most
+      self._times = None
 
 
 class Kept(NamedTuple):
@@ -88,9 +89,9 @@ class RemoteActor:
   def load(self, plan: Plan) -> None:
     """See `wiring.Actor`; the process compiles it with the first rollout."""
 
-  def begin(self, plan: Plan, start: SegmentStart, ended: Callable[[], bool]) -> Callable:
+  def begin(self, plan: Plan, ended: Callable[[], bool]) -> Callable:
     """See `wiring.Actor`."""
-    del plan, start
+    del plan
     calls: collections.deque[tuple[Call, Versioned]] = collections.deque()
 
     def submit(params: Versioned) -> tuple[Call, Versioned]:

@@ -108,7 +108,7 @@ def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Cha
     return State(state, update + 1), [*[new_params] * len(params), report]
 
   workers, states = zip(
-      *(wiring.actor(plan, start, i, actor, tuple(map(Endpoint, ends)), rollouts)
+      *(wiring.actor(plan, i, actor, tuple(map(Endpoint, ends)), rollouts)
         for i, (actor, *ends) in enumerate(zip(actors, params, queues, strict=True))), strict=True)
 
   def until(carry: State) -> bool:

@@ -48,12 +48,11 @@ class Actor(Protocol):
   def load(self, plan: Plan) -> Any:
     """Compiles the program of a rollout; does nothing if it is compiled, or elsewhere."""
 
-  def begin(self, plan: Plan, start: SegmentStart, ended: Callable[[], bool]) -> Callable:
+  def begin(self, plan: Plan, ended: Callable[[], bool]) -> Callable:
     """Begins the segment.
 
     Args:
       plan: of the run.
-      start: where the graph begins.
       ended: whether the segment has ended; a rollout that waits then raises `Closed`.
 
     Returns:
@@ -91,9 +90,9 @@ class LocalActor(NamedTuple):
         donate=() if plan.keeps_actors else (1,), out_shardings=shardings,
         kept=plan.kept_programs)
 
-  def begin(self, plan: Plan, start: SegmentStart, ended: Callable[[], bool]) -> Callable:
+  def begin(self, plan: Plan, ended: Callable[[], bool]) -> Callable:
     """See `Actor`."""
-    del start, ended
+    del ended
     program = self.load(plan)
 
     def rollout(state: ActorState, params: Versioned) -> tuple[ActorState, Versioned]:
@@ -296,13 +295,12 @@ def load(plan: Plan, actor: Actor, updates: int) -> None:
   actor.load(plan)
 
 
-def actor(plan: Plan, start: SegmentStart, i: int, actor: Actor, ends: tuple[Endpoint, Endpoint],
-          firings: int) -> tuple[Worker, ActorStates]:
+def actor(plan: Plan, i: int, actor: Actor, ends: tuple[Endpoint, Endpoint], firings: int
+          ) -> tuple[Worker, ActorStates]:
   """Returns a worker that makes rollouts with the parameters that it receives.
 
   Args:
     plan: the plan of the run.
-    start: where the graph begins.
     i: the actor's number.
     actor: makes the rollouts.
     ends: of the channel of parameters to the actor, and of that of its rollouts.
@@ -313,7 +311,7 @@ def actor(plan: Plan, start: SegmentStart, i: int, actor: Actor, ends: tuple[End
     `plan.keeps_actors`.
   """
   params, rollouts = ends
-  rollout = actor.begin(plan, start, lambda: params.channel.ended or rollouts.channel.ended)
+  rollout = actor.begin(plan, lambda: params.channel.ended or rollouts.channel.ended)
   states = ActorStates(actor.state)
 
   def fire(state: Any, params: Versioned):

@@ -222,8 +222,8 @@ def test_the_producer_moves_the_value_and_waits_until_it_is_ready(make):
     assert moved[0].is_ready()
 
   producer = Side(produce)
-  item = channel.get()
-  channel.wait_ready(item, time.perf_counter())
+  channel.get()
+  channel.wait_ready(time.perf_counter())
   assert moved[0].is_ready()
   producer.end()
   assert movers == [producer]
@@ -252,14 +252,14 @@ def test_a_value_is_handed_over_before_it_is_computed(monkeypatch):
   monkeypatch.setattr(channels._logger, 'warning', lambda *args: warned.set())
   channel.put(Versioned(value, 3))  # does not block
   item = Side(channel.get).end()
-  assert item == Versioned(value, 3) and not channel.can_wait_ready(item)
+  assert item == Versioned(value, 3) and not channel.can_wait_ready()
   producer = Side(channel.flush)
-  consumer = Side(lambda: channel.wait_ready(item, time.perf_counter()))
+  consumer = Side(lambda: channel.wait_ready(time.perf_counter()))
   assert producer.blocks() and consumer.blocks() and warned.wait(HANG_S)
   value.done.set()
   producer.end()
   consumer.end()
-  assert channel.can_wait_ready(item)
+  assert channel.can_wait_ready()
   assert channel.get_wait_s >= 0.5 and channel.get_wait_s > channel.put_wait_s
 
 
@@ -274,24 +274,26 @@ def test_channels_without_an_order_give_a_value_only_once_it_is_computed(make):
   assert producer.blocks() and not channel.can_get()
   value.done.set()
   producer.end()
-  assert channel.can_get() and channel.can_wait_ready(channel.get())
+  assert channel.can_get()
+  channel.get()
+  assert channel.can_wait_ready()
 
 
 def test_the_primed_value_is_ready():
   channel = DoubleBuffer('parameters', 3, lag=0)
   channel.prime(Versioned(0, 0))
-  item = channel.get()
+  channel.get()
   channel.put(Versioned(Slow(), 1))
-  assert channel.can_wait_ready(item)
-  Side(lambda: channel.wait_ready(item, time.perf_counter())).end()
+  assert channel.can_wait_ready()
+  Side(lambda: channel.wait_ready(time.perf_counter())).end()
 
 
 def test_a_failure_ends_the_wait_for_a_value_and_a_close_does_not():
   """A producer closes after its last value is computed; a failed producer may never compute it."""
   channel = DoubleBuffer('rollouts', 2)
   channel.put(Versioned(Slow(), 0))
-  item = channel.get()
-  consumer = Side(lambda: channel.wait_ready(item, time.perf_counter()))
+  channel.get()
+  consumer = Side(lambda: channel.wait_ready(time.perf_counter()))
   channel.close()
   assert consumer.blocks()
   channel.fail()
@@ -304,8 +306,8 @@ def test_a_value_that_cannot_be_computed_fails_the_channel():
   channel = DoubleBuffer('rollouts', 2)
   value = Slow(error=ZeroDivisionError())
   channel.put(Versioned(value, 0))
-  item = channel.get()
-  consumer = Side(lambda: channel.wait_ready(item, time.perf_counter()))
+  channel.get()
+  consumer = Side(lambda: channel.wait_ready(time.perf_counter()))
   assert consumer.blocks()
   value.done.set()
   with pytest.raises(ZeroDivisionError):
@@ -457,7 +459,7 @@ def test_the_watchdog_names_the_channel_and_the_waiting_thread(side, purpose, mo
   channel = DoubleBuffer('rollouts of actor 3', 5, patience_s=0.02)
   waiting = Side(dict(
       get=channel.get, put=lambda: put_numbers(channel, 2),
-      wait_ready=lambda: (put_numbers(channel, 1), channel.wait_ready(channel.get(), 0.0)))[side])
+      wait_ready=lambda: (put_numbers(channel, 1), channel.get(), channel.wait_ready(0.0)))[side])
   assert warned_twice.wait(HANG_S)  # the warning is repeated
   channel.fail()
   with pytest.raises(Closed):
@@ -471,9 +473,10 @@ def test_locked_lists_the_waiting_thread_until_its_wait_can_end(side):
   channel = DoubleBuffer('rollouts', 3)
   if side != 'get':
     put_numbers(channel, 1)
-  item = channel.get() if side == 'wait_ready' else None
+  if side == 'wait_ready':
+    channel.get()
   waiting = Side(dict(get=channel.get, put=lambda: put_numbers(channel, 1, first=2),
-                      wait_ready=lambda: channel.wait_ready(item, 0.0))[side])
+                      wait_ready=lambda: channel.wait_ready(0.0))[side])
   assert waiting.blocks()
   with channel.locked() as blocked:
     assert blocked == {waiting}
