@@ -145,7 +145,7 @@ def random_experience(experiment: Experiment) -> Experience:
 
 def compiled(run: build.Run, state: TrainState, experience: Experience) -> Programs:
   """Compiles all programs by shapes, without allocating the replay."""
-  memory = run.learner.source.memory
+  store = run.learner.source.store
   shapes = run.learner.replay_shapes()
   batch_size = run.experiment.replay.batch_size
   groups = run.experiment.num_grad_shards
@@ -154,12 +154,12 @@ def compiled(run: build.Run, state: TrainState, experience: Experience) -> Progr
     return jax.random.fold_in(jax.random.key(0), turn)
 
   def add(state, experience, turn):
-    return memory.add(state, memory.blocks.numbers(), experience, key(turn), turn)
+    return store.add(state, store.blocks.numbers(), experience, key(turn), turn)
 
   def sample(state, turn):
-    place, _ = memory.draw(state, key(turn), batch_size)
+    place, _ = store.draw(state, key(turn), batch_size)
     # One group at a time, as in a gradient step.
-    return place, jax.lax.map(lambda place: memory.read(state, place), place.reshape(groups, -1))
+    return place, jax.lax.map(lambda place: store.read(state, place), place.reshape(groups, -1))
 
   turn = np.int32(0)
   error = np.zeros(batch_size, np.float32)
@@ -168,7 +168,7 @@ def compiled(run: build.Run, state: TrainState, experience: Experience) -> Progr
   return Programs(
       add=jax.jit(add, donate_argnums=0).lower(shapes, experience, turn).compile(),
       sample=jax.jit(sample).lower(shapes, turn).compile(),
-      update=jax.jit(memory.set_priorities, donate_argnums=0).lower(
+      update=jax.jit(store.set_priorities, donate_argnums=0).lower(
           shapes, place, error).compile(),
       learn=learn.lower(state._replace(replay=shapes), turn, *NOTHING).compile())
 

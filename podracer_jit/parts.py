@@ -45,7 +45,8 @@ _GONE = {
     'init_params': 'the method init',
     'RecurrentState': 'types.Carry',
     'minibatches': 'the method items, with losses.items',
-    'kinds': 'the method make_network'}
+    'kinds': 'the method make_network',
+    'Family': 'policies.PolicyFamily or protocol.EnvFamily'}
 
 
 class NameTaken(ImportError):

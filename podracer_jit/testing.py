@@ -463,7 +463,7 @@ def _drawn(case: _Case) -> _Minibatch:
   for experience in case.experiences:
     state, _ = insert(state, experience, jnp.arange(1))
   assert state.replay is not None
-  place, probability = source.memory.draw(state.replay, state.key, source.group_batch)
+  place, probability = source.store.draw(state.replay, state.key, source.group_batch)
   weight = (jnp.min(probability) / probability) ** experiment.replay.importance_exponent
   whole = Draw(place[None], weight[None], float(source.group_batch), None)
   halves = whole._replace(index=place.reshape(2, -1), weight=weight.reshape(2, -1))

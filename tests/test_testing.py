@@ -353,7 +353,8 @@ class Explores(DQN):
   pass
 
 
-NO_EXPLORE = policies.Family(policies.categorical, discrete=True, reads=policies.ACTION_VALUES)
+NO_EXPLORE = policies.PolicyFamily(policies.categorical, discrete=True,
+                                   reads=policies.ACTION_VALUES)
 
 
 @pytest.mark.parametrize('algorithm, message', [

@@ -23,11 +23,11 @@ from jax import lax
 from podracer_jit.actor.rollouts import (
     ActorState,
     EnvState,
-    count,
+    empty_rollout,
+    end_row,
     make_act,
     row_key,
     with_faults,
-    zeros,
 )
 from podracer_jit.envs import frames
 from podracer_jit.envs.protocol import TimeStep, VectorEnv
@@ -79,7 +79,7 @@ def initial_state(algorithm: Algorithm, vector_env: VectorEnv, key: jax.Array,
   rows = jnp.zeros((unroll_length + 1, size, *spec.obs_shape), spec.obs_dtype)
   state = Sequences(
       env=env,
-      buffer=zeros(algorithm, rows, size, unroll_length),
+      buffer=empty_rollout(algorithm, rows, size, unroll_length),
       slots=jnp.arange(size, dtype=jnp.int32),
       row=jnp.full(num_envs, -1, jnp.int32),
       env_id=jnp.zeros(size, jnp.int32),
@@ -140,7 +140,8 @@ def _arrive(state: Sequences, step: TimeStep, unroll_length: int) -> tuple[Seque
   env = state.env
 
   counters = ('ended', 'episode_return', 'episode_length')
-  ready, fields = count(env._replace(**{name: getattr(env, name)[who] for name in counters}), step)
+  before = env._replace(**{name: getattr(env, name)[who] for name in counters})
+  ready, fields = end_row(before, step)
   env = env._replace(**{
       name: getattr(env, name).at[who].set(getattr(ready, name), unique_indices=True)
       for name in counters})

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podracer_jit.actor.rollouts import ActorState, EnvState, zeros
+from podracer_jit.actor.rollouts import ActorState, EnvState, empty_rollout
 from podracer_jit.envs.frames import Frames, Observations
 from podracer_jit.losses.algorithm import Algorithm, ForActors
 from podracer_jit.losses.items import Items
@@ -36,7 +36,7 @@ def initial_state(state: ActorState, algorithm: Algorithm) -> ActorState:
   The empty rows are invalid and end no episode, so no item begins in them.
   """
   def blank(env: EnvState) -> Rollout:
-    return _inputs(zeros(algorithm, None, len(env.ended), _kept(algorithm.items())))
+    return _inputs(empty_rollout(algorithm, None, len(env.ended), _kept(algorithm.items())))
   return state._replace(envs=tuple(env._replace(recent=blank(env)) for env in state.envs))
 
 

@@ -184,7 +184,7 @@ def make_rollout(algorithm: Algorithm, vector_envs: Sequence[VectorEnv], unroll_
 
   def empty_buffer(obs: Observations, env: EnvState) -> Rollout:
     returns = None if discount is None else jnp.zeros((unroll_length, *env.ended.shape))
-    return zeros(algorithm, obs, len(env.ended), unroll_length)._replace(
+    return empty_rollout(algorithm, obs, len(env.ended), unroll_length)._replace(
         discounted_return=returns, carry=jax.tree.map(lambda x: x[None], env.recurrent_state))
 
   def rollout(given: ForActors, state: ActorState):
@@ -201,7 +201,7 @@ def make_rollout(algorithm: Algorithm, vector_envs: Sequence[VectorEnv], unroll_
           token, envs[i], fields = receive(token, envs[i])
           # At t = 0 no step came back; row 0 gets placeholders, which turn 1 overwrites. The
           # buffers stay outside the `cond`, which would copy them.
-          buffers[i] = _add(_write(buffers[i], jnp.maximum(t - 1, 0), **fields), t, before,
+          buffers[i] = _set_obs(_write(buffers[i], jnp.maximum(t - 1, 0), **fields), t, before,
                             envs[i].obs)
 
         envs[i], env_action, row = act(given, keys[i][t], envs[i])
@@ -245,7 +245,7 @@ def make_rollout(algorithm: Algorithm, vector_envs: Sequence[VectorEnv], unroll_
 def _receive(vector_env: VectorEnv, token, env: EnvState):
   """Receives the step of the row sent last. Returns the token, the state and the row's fields."""
   token, simulator, step = vector_env.recv(token, env.simulator)
-  return token, *count(env._replace(simulator=simulator), step)
+  return token, *end_row(env._replace(simulator=simulator), step)
 
 
 def _finish_row(vector_env: VectorEnv, token, env: EnvState, buffer: Rollout, t):
@@ -263,7 +263,7 @@ def _finish_row(vector_env: VectorEnv, token, env: EnvState, buffer: Rollout, t)
   """
   before = env.obs
   token, env, fields = _receive(vector_env, token, env)
-  return token, env, _add(_write(buffer, t, **fields), t + 1, before, env.obs)
+  return token, env, _set_obs(_write(buffer, t, **fields), t + 1, before, env.obs)
 
 
 def _nothing_yet(token, env: EnvState):
@@ -313,7 +313,7 @@ def _discount(discount: float, env: EnvState, buffer: Rollout) -> tuple[EnvState
   return env._replace(discounted_return=last), buffer._replace(discounted_return=rows)
 
 
-def count(env: EnvState, step: TimeStep) -> tuple[EnvState, dict[str, Any]]:
+def end_row(env: EnvState, step: TimeStep) -> tuple[EnvState, dict[str, Any]]:
   """Advances the episode counters of B environments by one step.
 
   Invalid rows add nothing to an episode, and their reward is set to 0: some tasks (MetaWorld) give
@@ -341,7 +341,7 @@ def count(env: EnvState, step: TimeStep) -> tuple[EnvState, dict[str, Any]]:
 
 
 @jax.named_scope('storing')
-def zeros(algorithm: Algorithm, obs: Observations, num_envs: int, steps: int) -> Rollout:
+def empty_rollout(algorithm: Algorithm, obs: Observations, num_envs: int, steps: int) -> Rollout:
   """Returns a rollout of zeros around the given observations.
 
   Args:
@@ -365,7 +365,7 @@ def zeros(algorithm: Algorithm, obs: Observations, num_envs: int, steps: int) ->
 
 
 @jax.named_scope('storing')
-def _add(buffer: Rollout, t, before: jax.Array, obs: jax.Array) -> Rollout:
+def _set_obs(buffer: Rollout, t, before: jax.Array, obs: jax.Array) -> Rollout:
   """Sets the observations of a row.
 
   Args:

@@ -144,7 +144,7 @@ class ConvTorso(nn.Module):
 
   needs_images: ClassVar[bool] = True
   # Rows in a chunk, for observations of 84x84x4; see `convolution.in_chunks`.
-  at_once = 16
+  chunk_rows = 16
   hidden: int = option(256, 'units of the dense layer', at_least=1, at_most=MAX_UNITS)
   chunked: bool = internal(True)
   channels_last: bool = internal(False)  # observations are [N, H, W, C]
@@ -160,7 +160,7 @@ class ConvTorso(nn.Module):
     if self.chunked and not self.is_initializing():
       convolutions = self.clone(hidden=0, chunked=False, parent=None)
       apply = functools.partial(convolutions.apply, self.variables)
-      x = convolution.in_chunks(apply, obs, self.at_once)
+      x = convolution.in_chunks(apply, obs, self.chunk_rows)
     else:
       x = self.convolve(obs).reshape(obs.shape[0], -1)
     if not self.hidden:
@@ -235,7 +235,7 @@ class ImpalaResNet(ConvTorso):
   blocks: int = option(2, 'residual blocks of a section', at_least=1, at_most=MAX_LAYERS)
   # The rows are the input channels of a kernel gradient. XLA uses its faster convolution for more
   # than `convolution.VECTOR` of them, although the layers have only 16 channels.
-  at_once = 24
+  chunk_rows = 24
   dense_init = staticmethod(orthogonal(np.sqrt(2)))
 
   def convolve(self, x: jax.Array) -> jax.Array:

@@ -260,7 +260,7 @@ ACTION_VALUES = 'action values'
 ACTION = 'an action'
 
 
-class Family(NamedTuple):
+class PolicyFamily(NamedTuple):
   """Constructor of policies, independent of the task."""
 
   # (number of actions) if an action is one choice, (number of choices of each element) if it is
@@ -273,12 +273,12 @@ class Family(NamedTuple):
 
 # 'auto' selects the first family that fits the algorithm and the task.
 FAMILIES = {
-    'categorical': Family(categorical, discrete=True, reads=DISTRIBUTION),
-    'product_of_categoricals': Family(product_of_categoricals, discrete=True, reads=DISTRIBUTION,
-                                      several=True),
-    'gaussian': Family(gaussian, discrete=False, reads=DISTRIBUTION),
-    'scaled_gaussian': Family(scaled_gaussian, discrete=False, reads=DISTRIBUTION),
-    'tanh_gaussian': Family(tanh_gaussian, discrete=False, reads=DISTRIBUTION),
-    'epsilon_greedy': Family(epsilon_greedy, discrete=True, reads=ACTION_VALUES),
-    'deterministic': Family(deterministic, discrete=False, reads=ACTION),
+    'categorical': PolicyFamily(categorical, discrete=True, reads=DISTRIBUTION),
+    'product_of_categoricals': PolicyFamily(product_of_categoricals, discrete=True,
+                                            reads=DISTRIBUTION, several=True),
+    'gaussian': PolicyFamily(gaussian, discrete=False, reads=DISTRIBUTION),
+    'scaled_gaussian': PolicyFamily(scaled_gaussian, discrete=False, reads=DISTRIBUTION),
+    'tanh_gaussian': PolicyFamily(tanh_gaussian, discrete=False, reads=DISTRIBUTION),
+    'epsilon_greedy': PolicyFamily(epsilon_greedy, discrete=True, reads=ACTION_VALUES),
+    'deterministic': PolicyFamily(deterministic, discrete=False, reads=ACTION),
 }

@@ -156,7 +156,7 @@ def make_spec(task: str, options: Mapping[str, Any]) -> EnvSpec:
 
 
 def spaces_of(task: str, options: Mapping[str, Any]) -> spaces.Spaces:
-  """Returns the spaces of a task; see `protocol.Family`. `make_spec` has checked the options."""
+  """Returns the spaces of a task; see `protocol.EnvFamily`. `make_spec` has checked the options."""
   return _spaces_in(_quiet_spec(task, options))
 
 
@@ -325,7 +325,7 @@ def _stack(spec: Any) -> int:
 
 def make_vector_env(task: str, options: Mapping[str, Any], seeds: Sequence[int],
                     num_threads: int = 0, batch_size: int = 0) -> EnvPoolVectorEnv:
-  """Starts the environments of one EnvPool; see `protocol.Family`.
+  """Starts the environments of one EnvPool; see `protocol.EnvFamily`.
 
   Args:
     task: name of the task.
@@ -341,7 +341,7 @@ def make_vector_env(task: str, options: Mapping[str, Any], seeds: Sequence[int],
 
 
 def on_cores(first_core: int) -> dict[str, Any]:
-  """Returns the option of pools with which each thread stays on a core; see `protocol.Family`."""
+  """Returns the option of pools that keeps each thread on a core; see `protocol.EnvFamily`."""
   return {'thread_affinity_offset': first_core}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from podracer_jit import parts
 from podracer_jit.envs.jax_envs import JaxEnv, JaxFamily
-from podracer_jit.envs.protocol import Family
+from podracer_jit.envs.protocol import EnvFamily
 from podracer_jit.options import shorten, shown
 
 # Kinds of tasks that need an extra: the word before the colon of `env.task`, and the module that
@@ -48,13 +48,13 @@ def may_start_jax(task: str) -> bool:
   return ':' in task
 
 
-def family_of(task: str) -> Family:
+def family_of(task: str) -> EnvFamily:
   """Returns the family of a task.
 
   Args:
     task: a task of EnvPool, 'gymnax:TASK', 'playground:TASK', 'gymnasium:ID', or
       'module:attribute' of a user's own: a subclass of gymnasium.Env or a function that returns
-      one, a class like `jax_envs.JaxEnv`, or a `protocol.Family`.
+      one, a class like `jax_envs.JaxEnv`, or a `protocol.EnvFamily`.
 
   Raises:
     ValueError: there is no such family, or it lacks a function; the message is one line.
@@ -136,13 +136,13 @@ def tasks() -> dict[str, list[str]]:
   return by_family
 
 
-def _gymnasium_family() -> Family:
+def _gymnasium_family() -> EnvFamily:
   # Imported here because other tasks do not need it.
   from podracer_jit.envs import gymnasium_envs
   return gymnasium_envs
 
 
-def _extra(kind: str, task: str) -> Family:
+def _extra(kind: str, task: str) -> EnvFamily:
   """Returns the family of a kind of tasks whose library is optional."""
   try:
     return importlib.import_module(EXTRAS[kind]).FAMILY

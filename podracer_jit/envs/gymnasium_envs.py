@@ -116,7 +116,7 @@ def _check_is_elsewhere(task: str) -> None:
 
 
 def spaces_of(task: str, options: Mapping[str, Any]) -> spaces.Spaces:
-  """Returns the spaces of a task; see `protocol.Family`."""
+  """Returns the spaces of a task; see `protocol.EnvFamily`."""
   key = _key(task, options)
   if key not in _facts:
     make_spec(task, options)
@@ -192,7 +192,7 @@ def _limit(env: gymnasium.Env) -> int:
 
 def make_vector_env(task: str, options: Mapping[str, Any], seeds: Sequence[int],
                     num_threads: int = 0, batch_size: int = 0) -> GymnasiumVectorEnv:
-  """Starts environments; see `protocol.Family`.
+  """Starts environments; see `protocol.EnvFamily`.
 
   Args:
     task: `env.task` of the config.

@@ -72,7 +72,7 @@ class FunctionState(NamedTuple):
 
 
 class JaxFamily:
-  """Family of environments that are JAX functions; see `protocol.Family`."""
+  """Family of environments that are JAX functions; see `protocol.EnvFamily`."""
 
   render_options: Mapping[str, Any] = {}
 
@@ -94,7 +94,7 @@ class JaxFamily:
     return self._all[key]
 
   def make_spec(self, task: str, options: Mapping[str, Any]) -> EnvSpec:
-    """Returns the spec of a task; see `protocol.Family`."""
+    """Returns the spec of a task; see `protocol.EnvFamily`."""
     functions = self._functions(task, options)
     env = functions.env
     action = env.action_space
@@ -125,7 +125,7 @@ class JaxFamily:
         action_choices=choices)
 
   def spaces_of(self, task: str, options: Mapping[str, Any]) -> spaces.Spaces:
-    """Returns the spaces of a task; see `protocol.Family`."""
+    """Returns the spaces of a task; see `protocol.EnvFamily`."""
     env = self._functions(task, options).env
     return spaces.Spaces(env.observation_space, env.action_space)
 

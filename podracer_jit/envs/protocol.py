@@ -2,7 +2,7 @@
 
 An environment family creates both: `envpool_envs` for tasks of EnvPool, `jax_envs` for environments
 that are JAX functions, `gymnasium_envs` for environments that Python steps. A user's family is an
-object with the functions of `Family`, given as `env.task = 'module:attribute'`.
+object with the functions of `EnvFamily`, given as `env.task = 'module:attribute'`.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _empty(shape: jax.ShapeDtypeStruct) -> jax.Array:
   return jnp.zeros(shape.shape, shape.dtype)
 
 
-class Family(Protocol):
+class EnvFamily(Protocol):
   """Interface of environment families."""
 
   render_options: Mapping[str, Any]  # options with which `render` works; {} if absent

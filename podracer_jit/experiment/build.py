@@ -408,12 +408,12 @@ def make_learner(experiment: Experiment, mesh: Mesh) -> Learner:
   replay = experiment.replay
   blocks = groups._replace(count=experiment.replay_blocks,
                            envs=num_envs // experiment.replay_blocks)
-  memory = buffer.Replay(
+  store = buffer.Replay(
       replay.capacity, blocks, experiment.unroll_length, experiment.spec.stack, experiment.items,
       replay.eviction, replay.priority_exponent, replay.eviction_exponent, replay.copies,
       experiment.spare_rollouts)
   return ReplayLearner(
-      FromReplay(algorithm, groups, memory, replay, experiment.microbatch_rows), mesh,
+      FromReplay(algorithm, groups, store, replay, experiment.microbatch_rows), mesh,
       priorities.shapes(algorithm, blocks.envs))
 
 
@@ -425,7 +425,7 @@ def rollout_shapes(experiment: Experiment, num_envs: int) -> Rollout:
 
   def zeros():
     obs = frames.begin(jnp.zeros((num_envs, *spec.obs_shape), spec.obs_dtype), steps, spec.stack)
-    rollout = rollouts.zeros(algorithm, obs, num_envs, steps)
+    rollout = rollouts.empty_rollout(algorithm, obs, num_envs, steps)
     carry = jax.tree.map(lambda x: x[None], algorithm.initial_carry(num_envs))
     returns = rollout.reward if experiment.normalise.reward else None
     return rollout._replace(episodes=None, carry=carry, discounted_return=returns)
@@ -768,7 +768,7 @@ class _Graphs:
     reports = ReportQueue()
 
     def after(position: wiring.Position) -> bool:
-      steps = counters.number(position.state.steps)
+      steps = counters.fetch_int(position.state.steps)
       is_over = self._events.after(position._replace(steps=steps), reports.wait_written)
       return is_over or steps >= run.experiment.total_steps
 

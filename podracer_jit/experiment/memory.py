@@ -274,8 +274,8 @@ def _drawn_bytes(run: build.Run) -> int:
 
 def drawn_shapes(run: build.Run) -> Any:
   """Returns the shapes of the items that a gradient step draws, as of one group."""
-  memory = run.learner.source.memory
-  alone = memory._replace(blocks=memory.blocks._replace(mesh_size=1))
+  store = run.learner.source.store
+  alone = store._replace(blocks=store.blocks._replace(mesh_size=1))
   replay: buffer.State = run.learner.replay_shapes()
   places = jax.ShapeDtypeStruct((run.experiment.replay.batch_size,), jnp.int32)
   return jax.eval_shape(alone.read, replay, places)

@@ -17,8 +17,8 @@ from podracer_jit.agents.policies import (
   ACTION_VALUES,
   DISTRIBUTION,
   FAMILIES,
-  Family,
   Policy,
+  PolicyFamily,
 )
 from podracer_jit.envs.families import family_of, may_start_jax
 from podracer_jit.envs.protocol import EnvSpec
@@ -240,7 +240,7 @@ def _make_policy(fields: Mapping[str, Any], algorithm: Algorithm, spec: EnvSpec
   return name, action_masks.among_legal(policy, spec)
 
 
-def _find_family(name: str, kind: tuple[bool, bool, str], spec: EnvSpec) -> Family:
+def _find_family(name: str, kind: tuple[bool, bool, str], spec: EnvSpec) -> PolicyFamily:
   """Returns a user's own family of policies.
 
   Args:
@@ -252,11 +252,11 @@ def _find_family(name: str, kind: tuple[bool, bool, str], spec: EnvSpec) -> Fami
     ValueError: it is none, or of another kind; the message is one line.
   """
   family = parts.find('policy', name, {})
-  if not isinstance(family, Family):
-    raise ValueError(f'policy: {name} must be a Family of agents.policies, got '
+  if not isinstance(family, PolicyFamily):
+    raise ValueError(f'policy: {name} must be a PolicyFamily of agents.policies, got '
                      f'{options.shown(family)}')
   if _kind(family) != kind:
-    wanted = Family(None, *kind[::2], kind[1])
+    wanted = PolicyFamily(None, *kind[::2], kind[1])
     raise ValueError(f'policy: {name} is for {_actions_of(family)} and reads {family.reads}; '
                      f'{spec.task} has {_actions_of(wanted)}, and the algorithm gives '
                      f'{wanted.reads}')
@@ -264,7 +264,7 @@ def _find_family(name: str, kind: tuple[bool, bool, str], spec: EnvSpec) -> Fami
 
 
 def _shipped_family(fields: Mapping[str, Any], kind: tuple[bool, bool, str], spec: EnvSpec
-                    ) -> tuple[str, Family]:
+                    ) -> tuple[str, PolicyFamily]:
   """Returns the shipped family of policies that the config names, after its name.
 
   Args:
@@ -282,7 +282,7 @@ def _shipped_family(fields: Mapping[str, Any], kind: tuple[bool, bool, str], spe
                      f'policy_reads of {fields["loss"]["name"]}; policy must name one of your own')
   if not fitting:
     raise ValueError(f'loss.name: {fields["loss"]["name"]} wants {able[0]}; those of {spec.task} '
-                     f'are {_actions_of(Family(None, *kind[::2], kind[1]))}')
+                     f'are {_actions_of(PolicyFamily(None, *kind[::2], kind[1]))}')
   name = fields['policy']
   if name == schema.POLICY:
     return next(iter(fitting.items()))
@@ -293,12 +293,12 @@ def _shipped_family(fields: Mapping[str, Any], kind: tuple[bool, bool, str], spe
   return name, fitting[name]
 
 
-def _kind(family: Family) -> tuple[bool, bool, str]:
+def _kind(family: PolicyFamily) -> tuple[bool, bool, str]:
   """Returns the properties in which a policy must agree with the algorithm and the task."""
   return family.discrete, family.several, family.reads
 
 
-def _actions_of(family: Family) -> str:
+def _actions_of(family: PolicyFamily) -> str:
   """Returns the kind of actions of a policy, for error messages."""
   if not family.discrete:
     return 'continuous actions'

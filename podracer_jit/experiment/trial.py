@@ -115,7 +115,7 @@ def _try_acting(run: build.Run) -> dict[str, tuple[Any, ...]]:
   calls = {'act': (*inputs, key, exploration)}
   if not algorithm.learns_from_replay:
     return calls
-  rows = jax.eval_shape(lambda: rollouts.zeros(algorithm, None, num_envs,
+  rows = jax.eval_shape(lambda: rollouts.empty_rollout(algorithm, None, num_envs,
                                                experiment.items.length + 1))
   rows = rows._replace(action=None, episodes=None)
   with in_loss(run, 'priority'):
@@ -207,17 +207,17 @@ def _replay_batch(run: build.Run) -> Batch:
       source.group_batch, run.experiment.items.network_rows, run.experiment.microbatch_rows)
   replay = run.learner.replay_shapes()
   # As if one device had all blocks.
-  memory = source.memory._replace(blocks=source.blocks._replace(mesh_size=1))
+  store = source.store._replace(blocks=source.blocks._replace(mesh_size=1))
   with in_loss(run, 'items'):
-    if not memory.fifo:
+    if not store.fifo:
       # Each item has a slot of its own, along the first axis; no other axis has this size.
       count = run.experiment.items.length + 2
-      items = jax.eval_shape(memory.from_ring, replay.ring, _shape(jnp.int32, count))
+      items = jax.eval_shape(store.from_ring, replay.ring, _shape(jnp.int32, count))
       for x in jax.tree.leaves(items):
         if x.shape[:1] != (count,):
           raise ValueError(f'must make arrays [N, ...], here ({count}, ...), with replay.eviction '
                            f'= prioritised; got {x.shape}')
-    items = jax.eval_shape(memory.read, replay, _shape(jnp.int32, size))
+    items = jax.eval_shape(store.read, replay, _shape(jnp.int32, size))
   return Batch(items, None, _shape(jnp.float32, size), _shape(jnp.float32), None)
 
 

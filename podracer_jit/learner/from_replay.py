@@ -28,7 +28,7 @@ from podracer_jit.types import Experience, Metrics, TrainState
 class FromReplay:
   """Functions of an update from a replay, on one device of a mesh."""
 
-  def __init__(self, algorithm: Algorithm, groups: Groups, memory: buffer.Replay,
+  def __init__(self, algorithm: Algorithm, groups: Groups, store: buffer.Replay,
                options: ReplayOptions, microbatch_rows: int):
     """Builds the functions; compiles nothing.
 
@@ -36,16 +36,16 @@ class FromReplay:
       algorithm: bound to a task.
       groups: the groups that a gradient is summed over, seen from one device; each has an equal
         part of a batch, of any environments.
-      memory: functions of the replay.
+      store: functions of the replay.
       options: the options of the replay.
       microbatch_rows: most rows in one pass of the network; 0: a group's whole batch.
     """
     self.algorithm = algorithm
     self.groups = groups
-    self.blocks = memory.blocks
-    self.memory = memory
+    self.blocks = store.blocks
+    self.store = store
     self.options = options
-    self.replay_specs = memory.specs()
+    self.replay_specs = store.specs()
     self.gradient_steps = options.gradient_steps
     self.group_batch = options.batch_size // groups.count
     self._gradients = updates.make_gradients(algorithm, self.read, groups, microbatch_rows)
@@ -122,7 +122,7 @@ class FromReplay:
     by_block = Groups(len(number), self.blocks.envs).split(experience)
     # An update may add several times, and each addition needs a key of its own.
     key = jax.random.fold_in(_of_group_0(_key(state, 1)), state.replay.inserted[0])
-    replay = self.memory.add(state.replay, number, by_block, key, state.target.gradient_steps,
+    replay = self.store.add(state.replay, number, by_block, key, state.target.gradient_steps,
                              is_sharded)
     return state._replace(replay=replay), jnp.sum(experience.valid, dtype=jnp.int32)
 
@@ -176,7 +176,7 @@ class FromReplay:
       return jnp.sum((gradient_steps - added).astype(jnp.float32))
 
     with jax.named_scope('storing'):
-      place, probability = self.memory.draw(state.replay, _of_group_0(draw_key),
+      place, probability = self.store.draw(state.replay, _of_group_0(draw_key),
                                             self.options.batch_size)
       weight = weights(probability, jnp.min(probability))
 
@@ -187,7 +187,7 @@ class FromReplay:
       grads, aux = groups.total(sums)
 
     # The clock of a replay is the number of gradient steps so far.
-    age = sum_of_ages(self.memory.added(state.replay, place), state.target.gradient_steps)
+    age = sum_of_ages(self.store.added(state.replay, place), state.target.gradient_steps)
 
     with jax.named_scope('update'):
       state, grad_norm = self._update(state, grads, aux)
@@ -198,10 +198,10 @@ class FromReplay:
         # No probability is below 0. So the writes need what was read; else XLA copies the tree for
         # them if all weights are alike.
         place = jnp.where(probability < 0, tree.NOWHERE, place)
-        replay = self.memory.set_priorities(replay, place, groups.gather(priority).reshape(-1))
+        replay = self.store.set_priorities(replay, place, groups.gather(priority).reshape(-1))
       if self.options.evict_every:
         due = state.target.gradient_steps % self.options.evict_every == 0
-        replay = self.memory.evict(replay, evict_key, due)
+        replay = self.store.evict(replay, evict_key, due)
     return state._replace(replay=replay), dict(aux=aux, grad_norm=grad_norm, sampled_age=age)
 
   def _own_share(self, drawn: jax.Array) -> jax.Array:
@@ -214,7 +214,7 @@ class FromReplay:
   def read(self, replay: buffer.State, group: jax.Array, place: jax.Array) -> tuple[Any, None]:
     """Returns the items of a group's share of a batch; see `updates.make_gradients`."""
     del group
-    return self.memory.read(replay, place), None
+    return self.store.read(replay, place), None
 
   def finish(self, state: TrainState, count: jax.Array, sums: Metrics, valid: jax.Array,
              batch: jax.Array) -> tuple[TrainState, Metrics]:
@@ -235,7 +235,7 @@ class FromReplay:
     chex.assert_shape(batch, (2,))
     batch_size = self.options.batch_size
     # Rows that are added for each item.
-    rows_for_each = self.algorithm.items().period / self.memory.copies
+    rows_for_each = self.algorithm.items().period / self.store.copies
 
     @island('metrics')
     def means(sums, count, state, steps):

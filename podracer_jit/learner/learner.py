@@ -77,7 +77,7 @@ class Learner:
   @functools.cached_property
   def program(self) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """Jitted `learn` on the whole mesh; it donates the state."""
-    return sharding.fused_learner(self.source, self.mesh)
+    return sharding.whole_update(self.source, self.mesh)
 
   def initial_state(self, seed: int) -> TrainState:
     """Returns the train state before the first update, on the mesh and without a replay.
@@ -209,7 +209,7 @@ class ReplayLearner(Learner):
     self._like = like
 
   def _empty(self) -> buffer.State:
-    return self.source.memory.init(self._like)
+    return self.source.store.init(self._like)
 
   def mean_cgd(self, behind: float) -> float:
     """Returns `behind`; the age of the sampled items adds to it and is in the metrics."""
@@ -233,7 +233,7 @@ class ReplayLearner(Learner):
     # as the replay would keep.
     waiting = actors
     if not ratio:
-      memory = self.source.memory
-      waiting = max(actors, -(-memory.capacity // memory.round) * actors)
+      store = self.source.store
+      waiting = max(actors, -(-store.capacity // store.round) * actors)
     return RateLimiter(ratio, options.tolerance, options.gradient_steps * options.batch_size,
                        rows // actors, waiting)

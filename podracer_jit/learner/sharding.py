@@ -39,7 +39,7 @@ def _all_episodes(batch_stats: Metrics) -> Metrics:
   return batch_stats | dict(episodes=episodes)
 
 
-def fused_learner(source: FromRollouts | FromReplay, mesh: Mesh) -> Callable:
+def whole_update(source: FromRollouts | FromReplay, mesh: Mesh) -> Callable:
   """Returns `source.learn` compiled for the whole mesh.
 
   Args:

@@ -13,15 +13,15 @@ import jax.numpy as jnp
 from jax import lax
 
 # Arrays of fewer numbers are joined to one, which compiles faster. Larger ones take long to copy.
-FEW = 1 << 16
+JOIN_BELOW = 1 << 16
 _BLOCK = 1 << 13  # terms of a block, unless a row has more
 _AT_ONCE = 4  # blocks that are added in one pass; more take longer to compile
 
 
 def few_arrays(arrays: Sequence[jax.Array]) -> list[jax.Array]:
   """Returns arrays with the same numbers: the small ones of each type are joined to one."""
-  large = [x for x in arrays if x.size >= FEW]
-  small = [x for x in arrays if 0 < x.size < FEW]
+  large = [x for x in arrays if x.size >= JOIN_BELOW]
+  small = [x for x in arrays if 0 < x.size < JOIN_BELOW]
   return large + [
       jnp.concatenate([x.reshape(-1) for x in small if x.dtype == dtype])
       for dtype in dict.fromkeys(x.dtype for x in small)]

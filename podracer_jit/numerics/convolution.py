@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 _LAYOUT = ('NHWC', 'HWIO', 'NHWC')
-# Numbers in the observation (84x84x4) that the argument `near` of `rows_at_once` refers to.
+# Numbers in the observation (84x84x4) that the argument `chunk_rows` of `rows_at_once` refers to.
 IMAGE = 4 * 84 * 84
 # YNNPACK handles a convolution only if its input or output channels exceed this.
 VECTOR = 16
@@ -49,7 +49,7 @@ def plainly() -> Iterator[None]:
     _plain.reset(token)
 
 
-def in_chunks(function: Callable, x: jax.Array, near: int) -> jax.Array:
+def in_chunks(function: Callable, x: jax.Array, chunk_rows: int) -> jax.Array:
   """Applies `function` to the rows of `x`, on CPUs a few rows at a time.
 
   The layers of one chunk of rows fit the CPU's cache. This makes Nature CNN with its gradient
@@ -58,16 +58,16 @@ def in_chunks(function: Callable, x: jax.Array, near: int) -> jax.Array:
   Args:
     function: maps [n, ...] to [n, ...] row by row, for any n.
     x: [N, ...].
-    near: rows of 84x84x4 observations that fit the cache; see `rows_at_once`.
+    chunk_rows: rows of 84x84x4 observations that fit the cache; see `rows_at_once`.
 
   Returns:
     function(x), [N, ...].
   """
-  chex.assert_scalar_positive(near)
+  chex.assert_scalar_positive(chunk_rows)
   if _plain.get():
     return function(x)
   count = x.shape[0]
-  rows = rows_at_once(count, x.shape[1:], near)
+  rows = rows_at_once(count, x.shape[1:], chunk_rows)
   if count <= rows:
     return function(x)
 
@@ -81,25 +81,25 @@ def in_chunks(function: Callable, x: jax.Array, near: int) -> jax.Array:
   return lax.platform_dependent(x, cpu=chunks, default=function)
 
 
-def rows_at_once(count: int, shape: Sequence[int], near: int) -> int:
+def rows_at_once(count: int, shape: Sequence[int], chunk_rows: int) -> int:
   """Returns the number of observations in each chunk of `in_chunks`.
 
   Args:
     count: observations in all.
     shape: the shape of one observation.
-    near: target number for observations of 84x84x4. Smaller observations go in larger chunks: four
-      times as many of 42x42x4.
+    chunk_rows: target number for observations of 84x84x4. Smaller observations go in larger
+      chunks: four times as many of 42x42x4.
 
   Returns:
     `count` if all fit one chunk of up to 1.5 times the target; else a multiple of 4 between 0.75
     and 1.5 times the target, the one with the least padding.
   """
-  near *= max(1, IMAGE // math.prod(shape))
-  if count <= near * 3 // 2:
+  chunk_rows *= max(1, IMAGE // math.prod(shape))
+  if count <= chunk_rows * 3 // 2:
     return count
   # Kernel gradients contract the rows of a chunk, and take twice as long if 4 does not divide them.
-  candidates = range(-(-near * 3 // 16) * 4, near * 3 // 2 + 1, 4)
-  return min(candidates, key=lambda rows: (-count % rows, abs(rows - near)))
+  candidates = range(-(-chunk_rows * 3 // 16) * 4, chunk_rows * 3 // 2 + 1, 4)
+  return min(candidates, key=lambda rows: (-count % rows, abs(rows - chunk_rows)))
 
 
 def _pads(size: int, kernel: int, stride: int, padding: str) -> tuple[int, int]:

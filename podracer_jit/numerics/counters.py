@@ -27,7 +27,7 @@ def zero(most: int) -> jax.Array:
   return jnp.int32(0) if most < 2**31 else jnp.zeros(2, jnp.uint32)
 
 
-def number(count: jax.Array | np.ndarray) -> int:
+def fetch_int(count: jax.Array | np.ndarray) -> int:
   """Returns a count as an int of Python; waits until it is computed."""
   count = np.asarray(jax.device_get(count))
   return int(count) if count.ndim == 0 else int(count[0]) + (int(count[1]) << _BITS)
@@ -62,4 +62,4 @@ def converted(count: jax.Array, like: jax.Array) -> jax.Array:
   """Returns a count in the form and place of another one, for other total_steps."""
   if count.shape == like.shape:
     return count
-  return jax.device_put(of(number(count), like), like.sharding)
+  return jax.device_put(of(fetch_int(count), like), like.sharding)

@@ -20,9 +20,9 @@ from jax import lax
 # Name of the learner mesh's axis.
 AXIS = 'learner'
 # Numbers from which an array may be summed by slices; see `use_reduce_scatter`.
-FEW = 4096
+SLICE_FROM = 4096
 # Numbers from which an array is sent by a collective of its own.
-MANY = 1 << 18
+JOIN_BELOW = 1 << 18
 
 
 def pairwise_sum(x: jax.Array) -> jax.Array:
@@ -79,7 +79,7 @@ def exact_sum(tree: Any, mesh_size: int) -> Any:
   # Small arrays of one type share a collective; each large array has its own.
   together = collections.defaultdict(list)
   for i, x in enumerate(leaves):
-    together[x.dtype, i if x[0].size >= MANY else None].append(i)
+    together[x.dtype, i if x[0].size >= JOIN_BELOW else None].append(i)
   for places in together.values():
     for i, total in zip(places, _sum_rows([leaves[i] for i in places], mesh_size), strict=True):
       leaves[i] = total
@@ -98,14 +98,14 @@ def use_reduce_scatter(rows: int, numbers: int, mesh_size: int) -> bool:
     numbers: how many numbers each partial sum has.
     mesh_size: D.
   """
-  return numbers >= FEW and mesh_size * rows >= 2 * (rows + 2)
+  return numbers >= SLICE_FROM and mesh_size * rows >= 2 * (rows + 2)
 
 
 def _sum_rows(leaves: Sequence[jax.Array], mesh_size: int) -> list[jax.Array]:
   """Returns the sums of arrays [rows on this device, ...] of one dtype over all devices, [...].
 
   The arrays are joined to one: between processes each collective waits some milliseconds for the
-  other processes, however little it sends. Copying MANY numbers would take longer than that.
+  other processes, however little it sends. Copying JOIN_BELOW numbers would take longer than that.
   """
   chex.assert_type(leaves, leaves[0].dtype)
   flat = jnp.concatenate([x.reshape(len(x), -1) for x in leaves], axis=1)

@@ -69,14 +69,14 @@ def fingerprint(tree: Any, env_axis: int | None = None, first_env: Any = 0,
   whole = _Whole(env_axis, first_env, num_envs)
 
   total = jnp.zeros(2, jnp.uint32)
-  short = [i for i, shape in enumerate(shapes) if math.prod(shape) < blocks.FEW]
+  short = [i for i, shape in enumerate(shapes) if math.prod(shape) < blocks.JOIN_BELOW]
   if short:
     indices = {shape: whole.indices(shape) for shape in dict.fromkeys(shapes[i] for i in short)}
     words = jnp.concatenate([_words(leaves[i]).reshape(-1) for i in short])
     places = jnp.concatenate([(indices[shapes[i]] + starts[i]).reshape(-1) for i in short])
     total += jnp.sum(_hash(words, places, _MULTIPLIERS.T[..., None]), axis=1, dtype=jnp.uint32)
   for leaf, shape, start in zip(leaves, shapes, starts, strict=True):
-    if math.prod(shape) >= blocks.FEW:
+    if math.prod(shape) >= blocks.JOIN_BELOW:
       total += lax.platform_dependent(
           leaf, cpu=functools.partial(_sum_of_blocks, whole, start),
           default=functools.partial(_sum, whole, start))

@@ -175,7 +175,7 @@ def restore(workdir: Path, experiment: Experiment, update: int | None = None) ->
       if attempt == ATTEMPTS - 1 or not (changed or isinstance(error, FileNotFoundError)):
         raise
   return make_player(run, experiment.algorithm.acting(state), int(state.update),
-                     counters.number(state.steps))
+                     counters.fetch_int(state.steps))
 
 
 def make_player(run: build.Run, params: Any, update: int, steps: int) -> Player:

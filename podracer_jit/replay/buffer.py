@@ -283,7 +283,7 @@ class Replay(NamedTuple):
       row: [k, n] i32, rows of the blocks, from minus the number of rows on.
     """
     of_block = number[:, None] * self.blocks.envs + jnp.arange(self.blocks.envs)
-    row, _ = indexing.divide(ring.around(row, self.rows), self.stride)
+    row, _ = indexing.divide(ring.wrapped(row, self.rows), self.stride)
     return self._by_row(row[..., None] * self.envs + of_block[:, None])
 
   def _copied(self, x: jax.Array) -> jax.Array:

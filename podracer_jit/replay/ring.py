@@ -73,7 +73,7 @@ def init(blocks: int, rows: int, like: Experience, sequence_steps: int = 0) -> R
       carry=jax.tree.map(lambda x: zeros(x, rows // sequence_steps), like.carry))
 
 
-def around(row: jax.Array, rows: int) -> jax.Array:
+def wrapped(row: jax.Array, rows: int) -> jax.Array:
   """Returns row mod `rows`, for a row of at least -rows."""
   return indexing.divide(row + rows, rows)[1]
 
@@ -93,7 +93,7 @@ def first_row(ring: Ring, number: jax.Array, began: jax.Array, steps: int) -> ja
   """
   chex.assert_equal_shape([number, began])
   gap = 1 if ring.valid is None else steps
-  return around(indexing.read(ring.head, number) + gap * began, ring.added.shape[1])
+  return wrapped(indexing.read(ring.head, number) + gap * began, ring.added.shape[1])
 
 
 def write(ring: Ring, block: jax.Array, experience: Experience, start: jax.Array) -> Ring:
@@ -112,7 +112,7 @@ def write(ring: Ring, block: jax.Array, experience: Experience, start: jax.Array
 
   steps = experience.reward.shape[1]
   # A rollout of T steps has T + 1 observations.
-  target = around(start[:, None] + jnp.arange(steps + 1), ring.added.shape[1])
+  target = wrapped(start[:, None] + jnp.arange(steps + 1), ring.added.shape[1])
 
   # The experience does not say whether a continued row 0 has a reset stack, so it keeps the flag
   # that the ring has.
@@ -146,7 +146,7 @@ def advance(ring: Ring, number: jax.Array, start: jax.Array, steps: int, clock: 
     steps: rows that were added, T.
     clock: [] i32, the caller's time.
   """
-  target = around(start[:, None] + jnp.arange(steps + 1), ring.added.shape[1])
+  target = wrapped(start[:, None] + jnp.arange(steps + 1), ring.added.shape[1])
   times = jnp.broadcast_to(clock, (len(number), steps))
   return ring._replace(
       added=indexing.write(ring.added, number[:, None], target[:, :steps], value=times),
@@ -211,7 +211,7 @@ class Window(NamedTuple):
 
 
 def _around(ring: Ring, row: jax.Array) -> jax.Array:
-  return around(row, ring.added.shape[1])
+  return wrapped(row, ring.added.shape[1])
 
 
 def _stack(ring: Ring, stack: int, block: jax.Array, row: jax.Array, env: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ Tree = tuple[jax.Array, ...]
 FANOUT = 16
 # Levels below a node of 4,096 leaves. A float32 sum of so many leaves is fine enough to tell all of
 # them apart.
-SMALL = 3
+BLOCK_LEVELS = 3
 # Index of a leaf that no tree has, nor its parents in their levels: values put there are dropped.
 NOWHERE = 2**31 - 1
 
@@ -140,11 +140,11 @@ def draw(tree: Tree, keys: jax.Array, count: int) -> tuple[jax.Array, jax.Array]
   groups = jnp.arange(len(keys))
   whole = total(tree)[:, None]
   mass = of_groups(_strata, uniform(0), whole)
-  if len(tree) > SMALL + 1:
-    node = find(tree[SMALL:], mass)
-    inside = of_groups(_share, uniform(1), indexing.read(tree[SMALL], groups[:, None], node))
+  if len(tree) > BLOCK_LEVELS + 1:
+    node = find(tree[BLOCK_LEVELS:], mass)
+    inside = of_groups(_share, uniform(1), indexing.read(tree[BLOCK_LEVELS], groups[:, None], node))
     # The second draw may disorder leaves of the same node.
-    leaf = jnp.sort(find(tree[:SMALL + 1], inside, node), axis=1)
+    leaf = jnp.sort(find(tree[:BLOCK_LEVELS + 1], inside, node), axis=1)
   else:
     leaf = find(tree, mass)
   return leaf, of_groups(_probability, get(tree, groups, leaf), whole)

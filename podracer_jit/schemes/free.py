@@ -14,12 +14,13 @@ import numpy as np
 
 from podracer_jit.learner import from_rollouts
 from podracer_jit.loops import Endpoint, Worker
+from podracer_jit.numerics import counters
 from podracer_jit.runtime import placement
 from podracer_jit.runtime.channels import Channel, DrainQueue, Versioned
 from podracer_jit.schemes import wiring
 from podracer_jit.schemes.reports import Report
 from podracer_jit.schemes.scheme import Graph
-from podracer_jit.schemes.wiring import Actor, Plan, SegmentStart, number
+from podracer_jit.schemes.wiring import Actor, Plan, SegmentStart
 from podracer_jit.types import Episodes, TrainState
 
 
@@ -47,7 +48,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   mesh = plan.place.mesh
   learner = plan.learner
   block_envs = learner.source.blocks.envs
-  first = number(start.state.target.gradient_steps)
+  first = counters.fetch_int(start.state.target.gradient_steps)
   params = wiring.parameters(plan, actors, start, first)
 
   # Copies, since many may wait: rollouts of a cluster are views of memory that it needs.
@@ -72,7 +73,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
         state, counts = learner.programs.insert(state, new, np.int32(first_env // block_envs))
         added = _sum(added, counts)
       if arrived.value:
-        rate.count(number(added[0]), 0)
+        rate.count(counters.fetch_int(added[0]), 0)
 
     with jax.profiler.StepTraceAnnotation('learn', step_num=carry.update + 1):
       count = learner.gradient_steps if rate.may_draw() else 0

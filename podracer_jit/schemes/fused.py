@@ -21,7 +21,7 @@ from podracer_jit.numerics import counters
 from podracer_jit.runtime.channels import Channel, Versioned
 from podracer_jit.schemes.reports import Report, Waits
 from podracer_jit.schemes.scheme import Graph
-from podracer_jit.schemes.wiring import Actor, Plan, Position, SegmentStart, number
+from podracer_jit.schemes.wiring import Actor, Plan, Position, SegmentStart
 from podracer_jit.types import TrainState
 
 
@@ -71,7 +71,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
     with jax.profiler.StepTraceAnnotation('updates', step_num=carry.update + 1):
       state, actor_state, count, metrics = program(carry.train, carry.actor, limit, total)
       # Blocks until the call has ended.
-      count = number(count)
+      count = counters.fetch_int(count)
     sent = list(map(np.asarray, metrics.pop(sharding.SENT, ())))
     sent = [[array[i] for array in sent] for i in range(count if sent else 0)]
     report = Report(metrics, count, (learner.mean_cgd(0),) * count, (0.0,) * count)

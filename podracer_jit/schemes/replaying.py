@@ -184,7 +184,7 @@ def _calls(replay: Replay, programs: KeptPrograms) -> Iterator[int]:
     count = max(1, int(count * min(4.0, _CALL_S / max(seconds, 1e-6))))
     yield done * num_shards * width
   for first, kept, step in zip(replay.state.envs, replay.kept.envs, steps, strict=True):
-    now, _ = rollouts.count(first, step)
+    now, _ = rollouts.end_row(first, step)
     if not all(_is_equal(a, b) for a, b in ((now.obs, kept.obs), (now.ended, kept.ended))):
       raise OtherEpisodes(
           f'env.task: {replay.task} cannot go on where it was: after {total:,} steps with the same '

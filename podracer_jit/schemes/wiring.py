@@ -175,11 +175,6 @@ class Segment(NamedTuple):
   go_on: Callable[..., Segment]
 
 
-def number(x: jax.Array) -> int:
-  """Returns a scalar count on the device as an int; blocks until it is computed."""
-  return int(jax.device_get(x))
-
-
 def parameters(plan: Plan, actors: Sequence[Actor], start: SegmentStart, version: int
                ) -> list[Channel]:
   """Creates the channels of parameters to actors, and primes them.

@@ -158,9 +158,9 @@ class Evaluator(Sink):
       if 0 < number < update and self._is_due(number) \
           and not checkpoints.problem(self._workdir, number):
         restored, _ = saved.restore(state._replace(replay=None), number, files_checked=True)
-        self._begin(acting(restored), number, counters.number(restored.steps))
+        self._begin(acting(restored), number, counters.fetch_int(restored.steps))
     if update:
-      self._offer(acting(state), update, counters.number(state.steps))
+      self._offer(acting(state), update, counters.fetch_int(state.steps))
 
   def saved(self, at: Saved) -> None:
     """Begins to evaluate a checkpoint, if an evaluation is due; its parameters are copied.

@@ -80,7 +80,7 @@ class Lane:
     else:
       self._first, meta = self._restored(opened.update)
       self.update = self._first.update
-      self.steps = counters.number(self._first.state.steps)
+      self.steps = counters.fetch_int(self._first.state.steps)
     self._saved_update = self.update
     self._longest = restoring.longest_replay(self.run)
     self._meter = Meter(self.run.experiment, meta, wall_clock(meta, began_s))

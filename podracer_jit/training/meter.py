@@ -136,7 +136,7 @@ class Meter:
       self._unlogged = tuple(before + now for before, now in zip(
           self._unlogged, (len(returns), sum(returns), sum(lengths)), strict=True))
       self._elapsed += seconds
-      steps = counters.number(update.pop('steps'))
+      steps = counters.fetch_int(update.pop('steps'))
       mean_return, mean_length = self._episode_means(int(update['update']), steps)
       del update['valid']
       record = dict(

@@ -188,7 +188,7 @@ class SeedsProgram:
         self._report(*previous, report)
         previous = None
         update = max(self._updates)
-        steps = [counters.number(count) for count in self._steps()]
+        steps = [counters.fetch_int(count) for count in self._steps()]
         if watcher.after(Moment(self._updates, steps, (), lambda: None, self.snapshot)):
           return
 

@@ -99,7 +99,7 @@ class Checkpoints:
     if update in saved_updates(self._workdir):
       return
     without_replay = state._replace(replay=None)
-    whole_meta = dict(meta) | {_STEPS: counters.number(state.steps), _SEGMENT: at.segment,
+    whole_meta = dict(meta) | {_STEPS: counters.fetch_int(state.steps), _SEGMENT: at.segment,
                                _FIRST: update if at.first is None else at.first}
     if jax.process_index() == 0:
       whole_meta[_JOURNALS] = self._journals.now(

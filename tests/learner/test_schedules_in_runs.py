@@ -90,9 +90,9 @@ def test_a_run_counts_beyond_32_bits(scheme):
   with build.segment(prepared_run, build.Snapshot(state), 3, reports.append) as segment:
     train = loops.run(segment.workers)['learner'].train
   valid = metrics(reports, 'valid')
-  steps = [counters.number(x) for x in metrics(reports, 'steps')]
+  steps = [counters.fetch_int(x) for x in metrics(reports, 'steps')]
   assert steps == list(near + np.cumsum(valid, dtype=np.int64))
-  assert counters.number(train.steps) == steps[-1] > 2**32
+  assert counters.fetch_int(train.steps) == steps[-1] > 2**32
   share = (near + int(valid[0])) / total
   np.testing.assert_allclose(metrics(reports, 'loss.clip')[1], 0.3 + (0.1 - 0.3) * share, rtol=1e-5)
 
@@ -107,4 +107,4 @@ def test_a_run_beyond_32_bits_ends_at_its_total_steps(scheme):
   reports = []
   with build.segment(prepared_run, build.Snapshot(state), 6, reports.append) as segment:
     train = loops.run(segment.workers)['learner'].train
-  assert total <= counters.number(train.steps) < total + 64
+  assert total <= counters.fetch_int(train.steps) < total + 64

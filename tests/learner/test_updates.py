@@ -729,12 +729,12 @@ def test_groups_together_learn_what_they_learn_one_after_the_other(loss, monkeyp
       assert_allclose(together[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize('shape', [(), (3,), (2, 5), (blocks.FEW + 1,)])
+@pytest.mark.parametrize('shape', [(), (3,), (2, 5), (blocks.JOIN_BELOW + 1,)])
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf, 1.0])
 def test_each_number_of_an_optimizer_is_looked_at(shape, dtype, value):
   x = jnp.zeros(shape, dtype).reshape(-1).at[-1].set(value).reshape(shape)
-  others = [jnp.ones(4), jnp.int32(3), jnp.zeros((2, 0)), jnp.ones(blocks.FEW)]
+  others = [jnp.ones(4), jnp.int32(3), jnp.zeros((2, 0)), jnp.ones(blocks.JOIN_BELOW)]
   state = TrainState({}, [*others, x], {}, jnp.int32(0), jnp.int32(0), jax.random.key(0))
   finite = updates.finite_parts(state)
   # A scalar may be infinite.

@@ -298,11 +298,11 @@ class Momentum(Optimizer):
 
 def test_copies_of_a_policy_and_a_scheme_give_the_same_bits(write_module):
   module = write_module('more_of_my_own', '''
-from podracer_jit.agents.policies import DISTRIBUTION, Family, categorical
+from podracer_jit.agents.policies import DISTRIBUTION, PolicyFamily, categorical
 from podracer_jit.schemes import split
 from podracer_jit.schemes.scheme import Scheme
 
-POLICY = Family(lambda count: categorical(count), discrete=True, reads=DISTRIBUTION)
+POLICY = PolicyFamily(lambda count: categorical(count), discrete=True, reads=DISTRIBUTION)
 SCHEME = Scheme(split.IN_ORDER, lag=1)
 ''')
   copy = parse('--config=impala_cartpole', f'--config.policy={module}:POLICY',
@@ -385,7 +385,7 @@ def test_an_own_environment_is_learned(write_module, scheme):
     ('network.name={}:Guess', 'network.name: environment_of_my_own:Guess must be a flax module'),
     ('optimizer.name={}:Guess', 'optimizer.name: environment_of_my_own:Guess must be a class'),
     ('scheme={}:Guess', 'scheme: environment_of_my_own:Guess must be a Scheme'),
-    ('policy={}:Guess', 'policy: environment_of_my_own:Guess must be a Family of agents')])
+    ('policy={}:Guess', 'policy: environment_of_my_own:Guess must be a PolicyFamily of agents')])
 def test_a_part_of_another_kind_is_refused_in_one_line(write_module, field, message):
   module = write_module('environment_of_my_own', ENVIRONMENT)
   with pytest.raises(ValueError, match=message) as error:
@@ -899,13 +899,13 @@ def by_pairs(low, high):
   return policies.gaussian(low, high)._replace(dist_size=3 * len(low))
 
 
-MORE = policies.Family(by_pairs, discrete=False, reads=policies.DISTRIBUTION)
-FAILING = policies.Family(failing, discrete=True, reads=policies.DISTRIBUTION)
-NONE = policies.Family(lambda count: None, discrete=True, reads=policies.DISTRIBUTION)
-VALUES = policies.Family(policies.epsilon_greedy, discrete=True, reads=policies.ACTION_VALUES)
-SEVERAL = policies.Family(policies.product_of_categoricals, discrete=True,
-                          reads=policies.DISTRIBUTION, several=True)
-GUESSES = policies.Family(policies.categorical, discrete=True, reads='guesses')
+MORE = policies.PolicyFamily(by_pairs, discrete=False, reads=policies.DISTRIBUTION)
+FAILING = policies.PolicyFamily(failing, discrete=True, reads=policies.DISTRIBUTION)
+NONE = policies.PolicyFamily(lambda count: None, discrete=True, reads=policies.DISTRIBUTION)
+VALUES = policies.PolicyFamily(policies.epsilon_greedy, discrete=True, reads=policies.ACTION_VALUES)
+SEVERAL = policies.PolicyFamily(policies.product_of_categoricals, discrete=True,
+                                  reads=policies.DISTRIBUTION, several=True)
+GUESSES = policies.PolicyFamily(policies.categorical, discrete=True, reads='guesses')
 
 
 class Optimizer1(Optimizer):

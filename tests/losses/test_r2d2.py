@@ -213,7 +213,7 @@ def test_the_learner_finds_the_priorities_that_actors_gave(task, period, monkeyp
     state, _ = insert(state, experience, source.blocks.numbers())
   place = np.flatnonzero(np.asarray(state.replay.priorities[0][0]))
   given = np.asarray(state.replay.priorities[0][0])[place]
-  items = jax.jit(source.memory.read)(state.replay, place)
+  items = jax.jit(source.store.read)(state.replay, place)
 
   # Rollout r begins in row 8 + 8 r of the ring; the priority of an item comes with row 11 after it.
   rollout, env = place // 8 - 1, place % 8

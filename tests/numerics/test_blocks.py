@@ -28,7 +28,7 @@ def test_sums_have_each_term_and_its_index_once(size, width):
 
 def test_small_arrays_of_a_type_become_one():
   small = [jnp.arange(6.0).reshape(2, 3), jnp.arange(4), jnp.ones(2), jnp.zeros((0, 3), jnp.int8)]
-  large = jnp.zeros(blocks.FEW)
+  large = jnp.zeros(blocks.JOIN_BELOW)
   first, *others = blocks.few_arrays([*small, large])
   assert first is large
   assert [x.tolist() for x in others] == [[0, 1, 2, 3, 4, 5, 1, 1], [0, 1, 2, 3]]

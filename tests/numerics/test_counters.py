@@ -19,9 +19,9 @@ def test_a_count_is_wide_if_it_must_be():
 @pytest.mark.parametrize('number', NUMBERS)
 def test_wide_counts_are_those_of_python(number):
   count = jnp.asarray(counters.of(number, WIDE))
-  assert counters.number(count) == number
+  assert counters.fetch_int(count) == number
   for more in (0, 1, 2**30 - 1, 2**31 - 1):
-    assert counters.number(jax.jit(counters.add)(count, jnp.int32(more))) == number + more
+    assert counters.fetch_int(jax.jit(counters.add)(count, jnp.int32(more))) == number + more
   assert jax.jit(counters.as_float)(count) == np.float32(number)
   for other in NUMBERS:
     is_less = jax.jit(counters.is_less)(count, jnp.asarray(counters.of(other, WIDE)))
@@ -30,14 +30,14 @@ def test_wide_counts_are_those_of_python(number):
 
 def test_narrow_counts_are_those_of_python():
   count = jax.jit(counters.add)(jnp.asarray(counters.of(2**30, NARROW)), jnp.int32(7))
-  assert (count.dtype, counters.number(count)) == (jnp.int32, 2**30 + 7)
+  assert (count.dtype, counters.fetch_int(count)) == (jnp.int32, 2**30 + 7)
   assert counters.as_float(count) == np.float32(2**30 + 7)
   assert counters.is_less(count, jnp.int32(2**31 - 1)) and not counters.is_less(count, count)
 
 
 def test_a_count_is_converted_for_other_total_steps():
   wide = counters.converted(jnp.int32(12345), WIDE)
-  assert (wide.shape, counters.number(wide)) == ((2,), 12345)
+  assert (wide.shape, counters.fetch_int(wide)) == ((2,), 12345)
   narrow = counters.converted(wide, NARROW)
-  assert (narrow.shape, narrow.dtype, counters.number(narrow)) == ((), jnp.int32, 12345)
+  assert (narrow.shape, narrow.dtype, counters.fetch_int(narrow)) == ((), jnp.int32, 12345)
   assert counters.converted(wide, WIDE) is wide

@@ -109,7 +109,7 @@ def test_large_arrays_have_the_fingerprint_in_integers_and_slices_of_them_sum_to
   parts = [_jitted(jax.tree.map(lambda x, a=first: x[:, a:a + 4], tree), 1, first, B)
            for first in (0, 4)]
   assert np.sum(np.array(parts, np.uint32), axis=0, dtype=np.uint32).tolist() == whole
-  assert tree['video'][..., 0].size >= blocks.FEW > tree['video'][:, :4, ..., 0].size
+  assert tree['video'][..., 0].size >= blocks.JOIN_BELOW > tree['video'][:, :4, ..., 0].size
 
 
 _LARGE = {

@@ -129,8 +129,8 @@ def test_the_learning_rate_metric_is_the_rate_of_the_update():
                      Target(params, jnp.int32(3)), types.SimpleNamespace(
                          size=jnp.array([5]), priorities=tree.init(1, 5)))
   algorithm = bound(losses.DQN(), optimizer=Adam(learning_rate=1.0, anneal=True), total_steps=100)
-  memory = buffer.Replay(5, Groups(1, 4), 1, 1, algorithm.items(), 'fifo', 0.6, 0.0)
-  source = FromReplay(algorithm, Groups(1, 4), memory, ReplayOptions(batch_size=2), 0)
+  store = buffer.Replay(5, Groups(1, 4), 1, 1, algorithm.items(), 'fifo', 0.6, 0.0)
+  source = FromReplay(algorithm, Groups(1, 4), store, ReplayOptions(batch_size=2), 0)
   sums = dict(aux=Aux(dict(loss=1.0), 2.0), sampled_age=0.0, grad_norm=1.0)
   after, metrics = source.finish(state, jnp.int32(1), sums, jnp.int32(25), jnp.zeros(2, jnp.uint32))
   assert metrics['learning_rate'] == 0.5 and metrics['steps'] == after.steps == 75
