@@ -141,6 +141,15 @@ def to_json(value: Any) -> Any:
   return [to_json(x) for x in value] if isinstance(value, tuple) else value
 
 
+def flat(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+  """Returns nested dicts as one dict with dotted names, such as env.task."""
+  fields = {}
+  for name, value in tree.items():
+    full = prefix + name
+    fields |= flat(value, f'{full}.') if isinstance(value, Mapping) else {full: value}
+  return fields
+
+
 def from_json(value: Any) -> Any:
   """Returns a value that was read from JSON; see `to_json`."""
   if isinstance(value, Mapping):
@@ -422,7 +431,7 @@ def _problem_of_text(value: Any, meaning: Meaning) -> str:
 
 def _problem_of_tuple(value: Any, default: tuple, meaning: Meaning) -> str:
   element = default[0] if default else meaning.element
-  if not isinstance(element, int):
+  if isinstance(element, bool) or not isinstance(element, int):
     # The elements have the type of the default's elements.
     if not isinstance(value, tuple | list):
       return 'must be a tuple'

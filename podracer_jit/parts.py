@@ -260,7 +260,7 @@ def line_of(error: BaseException, files: Iterable[str | None]) -> str:
 
 
 def gone_from(error: BaseException) -> str:
-  """Returns what a failed import asks this package for and only version 0.6 has, and what is new.
+  """Returns 'imports NAME, now REPLACEMENT' if an import failed on a name of an earlier version.
 
   It is '' for any other error.
   """
@@ -283,7 +283,7 @@ def of_version_0_6(field: str, name: str, what: str) -> str:
   Args:
     field: the config's field, or the flag, that names the part.
     name: of the part, or of its file.
-    what: it does that this version does not know, and what is new, such as
+    what: what the file does that this version does not know, with its replacement, such as
       'imports RolloutAlgorithm, now Algorithm'.
   """
   return (f'{field}: {shorten(name)} is written for version 0.6 (it {what}); derive '

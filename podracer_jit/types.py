@@ -53,8 +53,9 @@ class Rollout(NamedTuple):
 class Experience(NamedTuple):
   """Rollout in the form in which it is added to a replay; it has the rows of Rollout.
 
-  The priority of an item of L rows comes with the rollout that has the row after these, so its item
-  began L rows before. Items begin in each row (S = T), or where rollouts begin (S = 1).
+  The priority of an item of L rows needs the row after its last, so `priority` and `starts` belong
+  to the items that this rollout completes. They began L rows before. Items begin in each row
+  (S = T), or where rollouts begin (S = 1).
   """
 
   obs: jax.Array  # [T + 1, B, ...]: the newest frame of each observation

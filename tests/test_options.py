@@ -29,6 +29,7 @@ class Part:
   on: bool = option(False, 'a switch')
   kind: str = option('a', 'one of three', choices=('a', 'b', 'c'))
   sizes: tuple = option((1, 2), 'sizes', at_least=1, not_empty=True)
+  switches: tuple = option((True, False), 'switches')
   hidden: int = internal(7)
   plain: int = 2
 
@@ -40,7 +41,7 @@ def errors_of(**values):
 
 def test_options_are_the_fields_that_are_not_internal():
   assert options.defaults(Part) == dict(share=0.5, rate=0.1, free=0.0, count=3, index=0, on=False,
-                                        kind='a', sizes=(1, 2), plain=2)
+                                        kind='a', sizes=(1, 2), switches=(True, False), plain=2)
   assert options.meanings(Part)['count'].help == 'a count'
   assert errors_of() == []
 
@@ -63,6 +64,7 @@ def test_options_are_the_fields_that_are_not_internal():
     (dict(sizes=(1, 0)), 'part.sizes: must be positive whole numbers, got (1, 0)'),
     (dict(sizes=()), 'part.sizes: must not be empty, got ()'),
     (dict(sizes=3), 'part.sizes: must be positive whole numbers, got 3'),
+    (dict(switches=(1,)), 'part.switches: its elements must be True or False, got (1,)'),
     (dict(count=None), 'part.count: has no value yet; set it, for example by --config.part.count='),
 ])
 def test_a_wrong_value_is_reported_in_one_line(values, message):

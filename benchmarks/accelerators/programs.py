@@ -102,7 +102,7 @@ class Programs:
 
   def gradients(self) -> list[jax.stages.Lowered]:
     """Returns the two programs of workers that compute gradients, and the two of updates."""
-    (workers,) = self._learner.gradient_programs([self._mesh])
+    workers = self._learner.gradient_programs(self._mesh, 1)
     whole = NamedSharding(self._mesh, PartitionSpec())
     view = _on(updates.view(self._learner.state_shapes()), whole)
     arguments = view, _on(jax.eval_shape(jax.random.key, 0), whole), self._batch()

@@ -96,8 +96,8 @@ def choices_of(spec: EnvSpec) -> tuple[int, ...]:
 def seen(spec: EnvSpec) -> EnvSpec:
   """Returns the spec with the observations that the network sees.
 
-  These are what the task would give without the part that is the mask: an array that is alone
-  beside the mask keeps its shape and type, but for bits, which are bool.
+  These are what the task would give without the part that is the mask. If one array is left, it
+  keeps its own shape and type; bits (MultiBinary) become bool.
   """
   if spec.action_mask is None:
     return spec

@@ -166,7 +166,8 @@ class ConvTorso(nn.Module):
     if not self.hidden:
       return x
     dense = nn.Dense(self.hidden, kernel_init=self.dense_init, dtype=self.dtype)
-    # In chunks, the convolutions' own are in another module, so the order would begin anew.
+    # With a name of its own: in chunks, the layer norms of the convolutions are made by another
+    # module, so an automatic number would begin at 0 again.
     return _ACTIVATIONS[self.activation](normalised(self, dense(x), name='LayerNorm_hidden'))
 
   def split_last_layer(self) -> tuple[nn.Module, int]:

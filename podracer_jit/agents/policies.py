@@ -121,6 +121,11 @@ def _normal_sample(key: jax.Array, dist_params: jax.Array) -> jax.Array:
   return mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape)
 
 
+def log_tanh_slope(u: jax.Array) -> jax.Array:
+  """Returns log(1 - tanh(u)^2), in a form that is finite for large |u|."""
+  return 2 * (np.log(2) - u - jax.nn.softplus(-2 * u))
+
+
 def _normal_entropy(dist_params: jax.Array) -> jax.Array:
   """Returns the entropy [...] of diagonal Gaussians, in nats."""
   log_std = jnp.split(dist_params, 2, axis=-1)[1]
@@ -204,9 +209,7 @@ def tanh_gaussian(low: np.ndarray, high: np.ndarray) -> Policy:
     chex.assert_is_divisible(dist_params.shape[-1], 2)
     mean, log_std = jnp.split(dist_params, 2, axis=-1)
     u = mean[..., None] + jnp.exp(log_std)[..., None] * nodes
-    # log(1 - tanh(u)^2) in a form that is finite for large |u|.
-    log_slope = 2 * (np.log(2) - u - jax.nn.softplus(-2 * u))
-    return _normal_entropy(dist_params) + jnp.sum(log_slope * weights, axis=(-2, -1))
+    return _normal_entropy(dist_params) + jnp.sum(log_tanh_slope(u) * weights, axis=(-2, -1))
 
   return gaussian(low, high)._replace(
       entropy=entropy, to_env=lambda action: to_bounds(jnp.tanh(action)))

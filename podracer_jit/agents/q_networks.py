@@ -21,6 +21,11 @@ from podracer_jit.options import internal, option
 from podracer_jit.types import Carry
 
 
+def values_of(q: jax.Array, action: jax.Array) -> jax.Array:
+  """Returns the values [...] of actions [...], from action values [..., A]."""
+  return jnp.take_along_axis(q, action[..., None], axis=-1)[..., 0]
+
+
 class ActionValues(nn.Module):
   """Q-network: a torso, an optional recurrent core, and a linear head."""
 

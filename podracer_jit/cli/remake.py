@@ -96,7 +96,7 @@ def _to_compare(state: TrainState) -> dict[str, Any]:
 def _step_by_step(learner: RolloutLearner, state: TrainState, rollout: Rollout) -> Arrays:
   """Returns the arrays of each gradient step, by separate programs on the run's devices."""
   mesh = learner.mesh
-  (programs,) = learner.gradient_programs([mesh])
+  programs = learner.gradient_programs(mesh, 1)
   updates = learner.update_programs
   batch = jax.device_put(rollout, NamedSharding(mesh, PartitionSpec(None, AXIS)))
   # Updates are made on the first device only.

@@ -11,7 +11,6 @@ import optax
 from jax import lax
 
 from podracer_jit.agents import action_masks, running_moments
-from podracer_jit.envs import frames
 from podracer_jit.learner import updates
 from podracer_jit.learner.updates import Draw
 from podracer_jit.losses.algorithm import Algorithm
@@ -88,7 +87,7 @@ class FromReplay:
       return state
     obs = action_masks.split(experience.obs, self.algorithm.parts.spec)[0]
     one = Groups(1, blocks.envs)
-    rows = blocks.split((frames.stacks(obs)[:-1], experience.valid))
+    rows = blocks.split((obs[:-1], experience.valid))
     moments = blocks.gather(blocks.map(
         lambda obs, valid: running_moments.measure(obs, valid, one), *rows))
 
@@ -195,8 +194,8 @@ class FromReplay:
     with jax.named_scope('storing'):
       replay = state.replay
       if priority is not None:
-        # No probability is below 0. So the writes need what was read; else XLA copies the tree for
-        # them if all weights are alike.
+        # The condition is always false. It makes the writes depend on what was read, so XLA changes
+        # the tree in place; else it copies the tree if all weights are alike.
         place = jnp.where(probability < 0, tree.NOWHERE, place)
         replay = self.store.set_priorities(replay, place, groups.gather(priority).reshape(-1))
       if self.options.evict_every:

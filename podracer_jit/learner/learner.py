@@ -149,21 +149,14 @@ class RolloutLearner(Learner):
     self._like = like
     self._gradient_programs: dict[tuple[Mesh, int], sharding.GradientPrograms] = {}
 
-  def gradient_programs(self, meshes: list[Mesh]) -> list[sharding.GradientPrograms]:
-    """Returns the programs of workers that compute gradients but no updates.
+  def gradient_programs(self, mesh: Mesh, workers: int) -> sharding.GradientPrograms:
+    """Returns the programs of a worker that computes gradients but no updates.
 
-    Args:
-      meshes: one for each worker. The workers have equal numbers of environments. Workers on the
-        same mesh share one program.
-    """
-    return [self.worker_programs(mesh, len(meshes)) for mesh in meshes]
-
-  def worker_programs(self, mesh: Mesh, workers: int) -> sharding.GradientPrograms:
-    """Returns the programs of one of `workers` workers; caches them for all segments of a run.
+    They are kept for all segments of a run, and for all workers on the mesh.
 
     Args:
       mesh: of the worker.
-      workers: of the run.
+      workers: of the run, with equal numbers of environments.
     """
     key = mesh, workers
     if key not in self._gradient_programs:
@@ -188,7 +181,7 @@ class RolloutLearner(Learner):
   @functools.cached_property
   def central(self) -> Central:
     """Updates on one device of the mesh, from gradients of all."""
-    (workers,) = self.gradient_programs([self.mesh])
+    workers = self.gradient_programs(self.mesh, 1)
     return Central(self.algorithm, self.gradient_steps, workers, self.update_programs)
 
 

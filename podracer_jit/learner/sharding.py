@@ -39,6 +39,14 @@ def _all_episodes(batch_stats: Metrics) -> Metrics:
   return batch_stats | dict(episodes=episodes)
 
 
+def _learn_of(source: FromRollouts | FromReplay) -> Callable:
+  """Returns `source.learn` whose metrics have the episodes of all devices."""
+  def learn(state, rollout):
+    state, metrics = source.learn(state, rollout)
+    return state, _all_episodes(metrics)
+  return learn
+
+
 def whole_update(source: FromRollouts | FromReplay, mesh: Mesh) -> Callable:
   """Returns `source.learn` compiled for the whole mesh.
 
@@ -53,13 +61,9 @@ def whole_update(source: FromRollouts | FromReplay, mesh: Mesh) -> Callable:
   """
   specs = state_specs(source)
 
-  def whole(state, rollout):
-    state, metrics = source.learn(state, rollout)
-    return state, _all_episodes(metrics)
-
   def learner(state, rollout):
     state, metrics = jax.shard_map(
-        whole, mesh=mesh, in_specs=(specs, BY_ENV), out_specs=(specs, EVERYWHERE),
+        _learn_of(source), mesh=mesh, in_specs=(specs, BY_ENV), out_specs=(specs, EVERYWHERE),
         check_vma=False)(state, rollout)
     return state, _add_update_axis(metrics)
 
@@ -139,12 +143,8 @@ def fused_program(source: FromRollouts | FromReplay, rollout: Callable, calls: i
     The function of `make_fused`. Its train state is replicated; its actor state has a leading axis
     of devices, which is sharded.
   """
-  def learn_whole(state, rollouts):
-    state, metrics = source.learn(state, rollouts)
-    return state, _all_episodes(metrics)
-
   specs = state_specs(source)
-  fused = make_fused(source.algorithm.for_actors, rollout, learn_whole, calls)
+  fused = make_fused(source.algorithm.for_actors, rollout, _learn_of(source), calls)
 
   def on_device(state, actor_state, limit, total_steps):
     """Runs `fused` on one device, whose actor state has a leading axis [1]; see `make_fused`.

@@ -94,7 +94,8 @@ def make_gradients(algorithm: Algorithm, read: Callable, groups: Groups, microba
 
     @island('gradient', precision=algorithm.parts.precision)
     def of_microbatch(state, batch, key):
-      # A number that is known need not be an input; a division by it has other bits then.
+      # A known count, such as a replay's batch size, is a constant inside the island: as an input,
+      # a division by it would round differently.
       if batch.count is None:
         batch = batch._replace(count=jnp.float32(draw.count))
       grads, aux = algorithm.at(state.steps).gradient(state._replace(steps=None), batch, key)

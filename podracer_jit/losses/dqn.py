@@ -88,7 +88,7 @@ class DQN(Algorithm):
     """
     policy = self.parts.policy
     action = policy.mode(q) if exploration is None else policy.explore(key, q, exploration)
-    action_value = jnp.take_along_axis(q, action[..., None], axis=-1)[..., 0]
+    action_value = q_networks.values_of(q, action)
     return Acted(action, {'action_value': action_value, 'value': value}, None, q)
 
   def items(self) -> Items:

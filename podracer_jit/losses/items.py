@@ -40,7 +40,7 @@ class Items(NamedTuple):
   length: int  # rows of an item, L
   period: int  # rows from the beginning of an item to that of the next
   make: Callable[[Window], Any]  # makes the items of N windows; arithmetic is in islands
-  network_rows: int  # rows that the network reads of an item
+  network_rows: int  # rows of an item in one pass of the network
   # The items are whole rows in order, with the carry before the first and masks of valid rows. They
   # begin where rollouts begin, also in an invalid row.
   is_sequence: bool = False

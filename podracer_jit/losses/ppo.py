@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import rlax
 
+from podracer_jit import schedules
 from podracer_jit.agents import running_moments
 from podracer_jit.agents.policies import Policy
 from podracer_jit.envs import frames
@@ -53,7 +54,8 @@ class PPO(Algorithm):
     if self.vtrace_variant != 'impala' and not self.vtrace:
       yield (f'vtrace_variant: without loss.vtrace it must be impala, got {self.vtrace_variant}; '
              'or set loss.vtrace = True')
-    if self.clip_smoothly and self.clip == 0:
+    clips = self.clip.values if isinstance(self.clip, schedules.Schedule) else (self.clip,)
+    if self.clip_smoothly and min(clips) == 0:
       yield 'clip: with loss.clip_smoothly it must be above 0, got 0'
 
   @property

@@ -111,7 +111,7 @@ class PQN(Algorithm):
       q = self.unroll(params, row)[0][:-1]
     else:
       q = self.network.apply(params, row.obs)[0]
-    taken = jnp.take_along_axis(q, row.action[..., None], axis=-1)[..., 0]
+    taken = q_networks.values_of(q, row.action)
     error = jnp.where(row.valid, batch.targets - taken, 0.0)
     loss = 0.5 * jnp.square(error)
     terms = {'loss': loss, 'abs_td_error': jnp.abs(error), 'q': taken}

@@ -161,11 +161,11 @@ class R2D2(DQN):
     q = self.q_values(params, rows)
     # Double Q-learning: the network chooses the action, the target network says its value.
     best = jnp.argmax(q, axis=-1)
-    value = _of_actions(self.q_values(state.target.params, rows), best)
+    value = q_networks.values_of(self.q_values(state.target.params, rows), best)
     target = lax.stop_gradient(self._targets(rows, value))
 
     learned = slice(self.burn_in, self.burn_in + self.trace_length)
-    taken = _of_actions(q[:self.trace_length], rows.action[learned])
+    taken = q_networks.values_of(q[:self.trace_length], rows.action[learned])
     valid = self._learned(rows)
     error = jnp.where(valid, target - taken, 0.0)
     losses = 0.5 * batch.weight * jnp.square(error)  # [trace_length, N]
@@ -173,8 +173,3 @@ class R2D2(DQN):
                       importance_weight=jnp.broadcast_to(batch.weight, error.shape)), valid)
     priority = self._mixed(lax.stop_gradient(error), valid)
     return jnp.sum(losses) / (self.trace_length * batch.count), aux._replace(priority=priority)
-
-
-def _of_actions(q: jax.Array, action: jax.Array) -> jax.Array:
-  """Returns the values [T, N] of actions [T, N], from action values [T, N, A]."""
-  return jnp.take_along_axis(q, action[..., None], axis=-1)[..., 0]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from podracer_jit.agents import networks, optimizers
+from podracer_jit.agents import networks, optimizers, policies
 from podracer_jit.losses.algorithm import Acted, Aux, Batch
 from podracer_jit.losses.off_policy import OffPolicyActorCritic
 from podracer_jit.options import option
@@ -48,9 +48,7 @@ def draw(key: jax.Array, dist_params: jax.Array) -> tuple[jax.Array, jax.Array]:
   noise = jax.random.normal(key, mean.shape)
   u = mean + jnp.exp(log_std) * noise
   log_normal = -0.5 * jnp.square(noise) - log_std - 0.5 * np.log(2 * np.pi)
-  # log(1 - tanh(u)^2) in a form that is finite for large |u|.
-  log_slope = 2 * (np.log(2) - u - jax.nn.softplus(-2 * u))
-  return jnp.tanh(u), jnp.sum(log_normal - log_slope, axis=-1)
+  return jnp.tanh(u), jnp.sum(log_normal - policies.log_tanh_slope(u), axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +103,7 @@ class SAC(OffPolicyActorCritic):
         log_alpha=optax.chain(own, optax.scale(self.alpha_rate)))
 
   def exploration(self, num_envs: int) -> np.ndarray:
-    """Returns zeros; that there are any tells training from evaluations."""
+    """Returns zeros; `act` gets None in evaluations, so an array means training."""
     return np.zeros(num_envs, np.float32)
 
   def act(self, params: Any, obs: jax.Array, carry: Carry, valid: jax.Array,

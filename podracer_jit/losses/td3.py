@@ -50,9 +50,10 @@ class TD3(OffPolicyActorCritic):
   Gradient steps are counted as with `SAC`: `replay.gradient_steps` in each update, whatever its
   rollout holds. A truncated episode is bootstrapped from its last observation.
 
-  There are three differences from the paper. Both gradients are taken at the same parameters; the
-  paper's actor follows the critic after its step. The critics' loss is half of the squared error.
-  Returns may have several steps (`n_step`).
+  There are four differences from the paper. The target's action is clipped to the bounds, as in
+  the authors' program; the paper clips the noise only. Both gradients are taken at the same
+  parameters; the paper's actor follows the critic after its step. The critics' loss is half of the
+  squared error. Returns may have several steps (`n_step`).
   """
 
   actor = Actor

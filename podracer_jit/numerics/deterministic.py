@@ -46,7 +46,7 @@ def _add_neighbours(x: jax.Array, most: int) -> jax.Array:
 
 
 def partial_sums(tree: Any) -> Any:
-  """Adds as many local groups as the order of `exact_sum` allows.
+  """Adds this device's groups, if their number is a power of two.
 
   Args:
     tree: arrays [groups on this device, ...].

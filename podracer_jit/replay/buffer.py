@@ -235,7 +235,8 @@ class Replay(NamedTuple):
     before = tree.get(state.priorities, group, place[None]) > 0
     # The size changes by the new items, minus the overwritten ones.
     change = jnp.sum(value > 0) - jnp.sum(before)
-    # `change` is never less. So the writes need what was read; else XLA copies the tree for them.
+    # The condition is always false. It makes the writes depend on what was read, so XLA changes the
+    # tree in place.
     place = jnp.where(change < -len(place), tree.NOWHERE, place)
     return state._replace(priorities=tree.put(state.priorities, group, place[None], value[None]),
                           size=state.size + change)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from podracer_jit.options import from_json, shorten
+from podracer_jit.options import flat, from_json, shorten
 from podracer_jit.workdir import files, journal, lock
 
 CONFIG = 'config.json'  # as `workdir.record`, which imports JAX, names it
@@ -294,15 +294,6 @@ def _config(path: Path, notes: list[str]) -> dict[str, Any]:
   if not isinstance(content.get('starts', ()), list | tuple):
     content['starts'] = []
   return content
-
-
-def flat(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
-  """Returns nested dicts as one dict with dotted names, as `workdir.record.flat` does."""
-  fields = {}
-  for name, value in tree.items():
-    full = f'{prefix}{name}'
-    fields |= flat(value, f'{full}.') if isinstance(value, Mapping) else {full: value}
-  return fields
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -305,17 +305,16 @@ class DoubleBuffer(Channel):
 class FifoQueue(Channel):
   """First-in-first-out queue of several producers; the order of values depends on timing."""
 
-  def __init__(self, name: str, capacity: int, transfer: Callable[[Any], Any] = lambda value: value,
-               patience_s: float = PATIENCE_S):
+  def __init__(self, name: str, capacity: int, transfer: Callable[[Any], Any] = lambda value: value
+               ):
     """Creates an empty queue.
 
     Args:
       name: see `Channel`.
       capacity: most values in the queue.
       transfer: see `Channel`.
-      patience_s: see `Channel`.
     """
-    super().__init__(name, transfer, patience_s)
+    super().__init__(name, transfer)
     self._capacity = capacity
 
   def put(self, item: Versioned) -> None:
@@ -335,8 +334,7 @@ class DrainQueue(FifoQueue):
   """Queue of several producers whose consumer takes many values at once."""
 
   def __init__(self, name: str, capacity: int, wants: Callable[[], tuple[int, int]],
-               transfer: Callable[[Any], Any] = lambda value: value,
-               patience_s: float = PATIENCE_S):
+               transfer: Callable[[Any], Any] = lambda value: value):
     """Creates an empty queue.
 
     Args:
@@ -345,9 +343,8 @@ class DrainQueue(FifoQueue):
       wants: returns the least and the most values that the next get takes; called before each get.
         With (0, 0) the get takes none, and producers wait once the queue is full.
       transfer: see `Channel`.
-      patience_s: see `Channel`.
     """
-    super().__init__(name, capacity, transfer, patience_s)
+    super().__init__(name, capacity, transfer)
     self._wants = wants
 
   def get(self) -> Versioned:

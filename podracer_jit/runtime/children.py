@@ -43,13 +43,14 @@ def start(arguments: Sequence[str], cpus: Collection[int] = (), **options: Any
                           preexec_fn=functools.partial(_prepare, os.getpid(), set(cpus)), **options)
 
 
-def end_with_parent(parent: int) -> None:
-  """Lets the kernel kill this process when its parent ends, however it ends.
+def end_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
+  """Lets the kernel send this process a signal when its parent ends, however it ends.
 
   Args:
     parent: its process id. If it has ended before the call, this process ends, too.
+    by: the signal.
   """
-  _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+  _LIBC.prctl(_PR_SET_PDEATHSIG, int(by))
   if os.getppid() != parent:
     os._exit(INTERRUPTED)
 
@@ -61,8 +62,6 @@ def _prepare(parent: int, cpus: Collection[int]) -> None:
     parent: its process id. If it has ended before the call, this process ends, too.
     cpus: see `start`.
   """
-  _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-  if os.getppid() != parent:
-    os._exit(INTERRUPTED)
+  end_with_parent(parent, signal.SIGTERM)
   if cpus:
     os.sched_setaffinity(0, cpus)

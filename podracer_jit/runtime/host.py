@@ -181,9 +181,9 @@ _JAX_LEAST_COMPILE_S = 1.0
 # JAX's event, and the time from which on a compilation takes so much memory that a trim pays.
 _COMPILED = '/jax/core/compile/backend_compile_duration'
 _LONG_COMPILE_S = 1.0
-# What this process has set; empty before.
+# Threads and devices that this process has set; empty before.
 _sizes: dict[str, int] = {}
-# The machine of this process, or what each machine of the run has, and the number of processes.
+# One pair, or none yet: what each machine of the run has, and the number of processes.
 _machine: list[tuple[Machine, int]] = []
 
 

@@ -129,7 +129,7 @@ def _load_of_others(most: float) -> int:
   short command must not halve the devices of a long run.
 
   Args:
-    most: that count, since a load is often over soon.
+    most: upper bound of the result: a load that is soon over must not take more from a long run.
   """
   now = _times()
   # Linux counts in hundredths of a second.

@@ -12,6 +12,9 @@ from typing import Any, TextIO
 
 from podracer_jit.options import printable
 
+# Errors of a stream that nobody can read, or that a program has closed.
+_LOST = OSError, ValueError
+
 
 class LastingStream:
   """A text stream that drops its text once nobody can read it."""
@@ -40,7 +43,7 @@ class LastingStream:
   def _losing(self):
     try:
       yield
-    except (OSError, ValueError):  # a ValueError means that the stream is closed
+    except _LOST:
       self._lost = True
 
 
@@ -66,13 +69,13 @@ def _encodable(text: str, stream: TextIO) -> str:
 
 def complain(line: str) -> None:
   """Prints a line to stderr, if anybody can read it."""
-  with contextlib.suppress(OSError):
+  with contextlib.suppress(*_LOST):
     print(printable(line), file=sys.stderr, flush=True)
 
 
 def say(line: str) -> None:
   """Prints a line to stdout, if anybody can read it."""
-  with contextlib.suppress(OSError):
+  with contextlib.suppress(*_LOST):
     print(_encodable(printable(line), sys.stdout), flush=True)
 
 
@@ -81,6 +84,6 @@ def give_up_lost_streams() -> None:
   for stream in (sys.stdout, sys.stderr):
     try:
       stream.flush()
-    except OSError:
-      with contextlib.suppress(OSError):
+    except _LOST:
+      with contextlib.suppress(*_LOST):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

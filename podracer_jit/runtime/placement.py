@@ -313,7 +313,7 @@ def _split(joined: Sequence[jax.Array], shapes: tuple[tuple[tuple[int, ...], Any
 
 
 def replica(tree: Any, device: jax.Device) -> Any:
-  """Returns the replicas of replicated arrays on a device, or others if there are none on it."""
+  """Returns one copy of each replicated array: that on a device, or any if there is none on it."""
   def leaf(x: jax.Array) -> jax.Array:
     if len(x.sharding.device_set) == 1:
       return x
@@ -323,7 +323,7 @@ def replica(tree: Any, device: jax.Device) -> Any:
 
 
 def with_replica(tree: Any, own: Any, device: jax.Device) -> Any:
-  """Returns replicated arrays with other replicas on a device, so that replicas differ.
+  """Returns replicated arrays with their replicas on a device replaced.
 
   Args:
     tree: replicated arrays.

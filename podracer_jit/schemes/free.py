@@ -36,14 +36,7 @@ class State(NamedTuple):
 def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Channel):
   """Wires the graph; the plan's learner must be a learner from a replay.
 
-  Args:
-    plan: the plan of the run.
-    actors: the actors of the segment.
-    start: where the graph begins.
-    reports: channel of the learner's reports.
-
-  Returns:
-    The workers, and a function that returns their waiting times.
+  See `Graph.wire` for the arguments and the result.
   """
   mesh = plan.place.mesh
   learner = plan.learner
@@ -51,7 +44,7 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   first = counters.fetch_int(start.state.target.gradient_steps)
   params = wiring.parameters(plan, actors, start, first)
 
-  # Copies, since many may wait: rollouts of a cluster are views of memory that it needs.
+  # Copies, because rollouts of a cluster are views of its memory, and many may wait in the queue.
   @jax.jit
   def side_by_side(rollouts):
     return jax.tree.map(jnp.copy, from_rollouts.concatenate(rollouts))

@@ -37,36 +37,30 @@ class State(NamedTuple):
 def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Channel):
   """Wires the graph of one worker, whose program makes several updates in a call.
 
-  Args:
-    plan: the plan of the run.
-    actors: the actors of the segment.
-    start: where the graph begins.
-    reports: channel of the learner's reports.
-
-  Returns:
-    The workers, and a function that returns their waiting times.
+  See `Graph.wire` for the arguments and the result.
   """
   (actor,) = actors
   mesh = plan.place.mesh
   learner = plan.learner
-  calls = min(plan.updates_per_call, start.updates)
+  updates_per_call = min(plan.updates_per_call, start.updates)
   total = _total(plan)
   if mesh.size > 1:
     # The vector environments of each device are alike, so their program is the same.
     rollout = plan.acting.rollout(
         actor.rollout_program.vector_envs[:plan.num_shards // mesh.size])
-    fused = sharding.fused_program(learner.source, rollout, calls, mesh)
+    fused = sharding.fused_program(learner.source, rollout, updates_per_call, mesh)
     state = start.state
     actor_state = split(actor.state, mesh)
-    program = actor.rollout_program.load(fused, (state, actor_state, calls, total),
-                                         donate=(0, 1), kept=plan.kept_programs, key=calls)
+    program = actor.rollout_program.load(
+        fused, (state, actor_state, updates_per_call, total), donate=(0, 1),
+        kept=plan.kept_programs, key=updates_per_call)
   else:
-    program = _load(plan, actor, calls)
+    program = _load(plan, actor, updates_per_call)
     state = jax.tree.map(lambda x: x.addressable_data(0), start.state)
     actor_state = actor.state
 
   def fire(carry: State):
-    limit = min(calls, start.update + start.updates - carry.update,
+    limit = min(updates_per_call, start.update + start.updates - carry.update,
                 start.next_pause(carry.update) - carry.update)
     with jax.profiler.StepTraceAnnotation('updates', step_num=carry.update + 1):
       state, actor_state, count, metrics = program(carry.train, carry.actor, limit, total)
@@ -102,15 +96,16 @@ def load(plan: Plan, actor: Actor, updates: int) -> None:
     _load(plan, actor, min(plan.updates_per_call, updates))
 
 
-def _load(plan: Plan, actor: Actor, calls: int) -> Callable:
-  """Returns the program of one device, which makes at most so many updates in a call."""
+def _load(plan: Plan, actor: Actor, updates_per_call: int) -> Callable:
+  """Returns the program of one device, which makes at most `updates_per_call` updates in a call."""
   learner = plan.learner
   rollout = plan.acting.rollout(actor.rollout_program.vector_envs)
-  fused = sharding.make_fused(learner.algorithm.for_actors, rollout, learner.learn, calls, sent_by)
+  fused = sharding.make_fused(learner.algorithm.for_actors, rollout, learner.learn,
+                              updates_per_call, sent_by)
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
                         learner.state_shapes()._replace(replay=learner.replay_shapes()))
-  return actor.rollout_program.load(fused, (shapes, actor.state, calls, _total(plan)),
-                                    donate=(0, 1), kept=plan.kept_programs, key=calls)
+  return actor.rollout_program.load(fused, (shapes, actor.state, updates_per_call, _total(plan)),
+                                    donate=(0, 1), kept=plan.kept_programs, key=updates_per_call)
 
 
 def _total(plan: Plan) -> Any:

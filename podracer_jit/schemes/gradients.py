@@ -95,5 +95,5 @@ def on_devices(learner: RolloutLearner, place: placement.Placement) -> list[Grad
   groups = learner.source.groups
   num_envs = groups.count * groups.envs
   meshes = [placement.mesh_of([device]) for device in place.workers]
-  return [LocalGradients(programs, num_envs // len(meshes), learner.gradient_steps)
-          for programs in learner.gradient_programs(meshes)]
+  return [LocalGradients(learner.gradient_programs(mesh, len(meshes)), num_envs // len(meshes),
+                         learner.gradient_steps) for mesh in meshes]

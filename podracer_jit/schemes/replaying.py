@@ -24,7 +24,7 @@ from podracer_jit.runtime.channels import PATIENCE_S, Closed
 from podracer_jit.runtime.output import complain
 
 _MOST_STEPS = 1024  # of a call of the program, of each environment
-_CALL_S = 0.5  # a call shall take so long, as a signal ends the replay after a call
+_CALL_S = 0.5  # duration of a call that is aimed at: a signal takes effect only between calls
 _POLL_S = 0.05
 _SEEDS_SHOWN = 8
 _GRACE_S = 10.0  # that a call has to end after a signal or a failure

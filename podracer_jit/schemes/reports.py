@@ -25,13 +25,11 @@ class Report(NamedTuple):
   # versions of the policy, which are gradient steps.
   cgd: tuple[float, ...]  # collection-to-gradient delay
   gud: tuple[float, ...]  # gradient-to-update delay
-  # Added where a graph runs: when its environments and programs were ready, by `time.perf_counter`;
-  # waits since then; and of machines that act elsewhere their figures, and the lives of actors that
-  # were begun again, by name.
-  since_s: float = 0.0
-  waits: Waits = Waits(0.0, 0.0)
-  machines: Mapping[str, float] = {}
-  lives: Mapping[str, int] = {}
+  # The rest is added where a graph runs.
+  since_s: float = 0.0  # when environments and programs were ready, by `time.perf_counter`
+  waits: Waits = Waits(0.0, 0.0)  # since then
+  machines: Mapping[str, float] = {}  # metrics of actors on other machines, by name
+  lives: Mapping[str, int] = {}  # lives of the actors that were begun again, by name
 
 
 class ReportQueue(FifoQueue):

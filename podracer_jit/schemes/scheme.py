@@ -16,7 +16,8 @@ class Graph(NamedTuple):
   position, for plans that keep them.
   """
 
-  # (plan, actors, segment start, reports) -> (workers, waits); see `wiring`
+  # (plan of the run, actors of the segment, SegmentStart, channel of the learner's reports)
+  #   -> (the workers, a function that returns their waiting times); see `wiring`
   wire: Callable[..., Any]
   # (plan, actor, most updates) compiles the program that steps an actor's environments, so that
   # `wire` need not; the train state may still be unknown.

@@ -27,14 +27,7 @@ class State(NamedTuple):
 def wire_in_order(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Channel):
   """Wires the graph in which an update takes one rollout of each actor, in order.
 
-  Args:
-    plan: the plan of the run.
-    actors: the actors of the segment.
-    start: where the graph begins.
-    reports: channel of the learner's reports.
-
-  Returns:
-    The workers, and a function that returns their waiting times.
+  See `Graph.wire` for the arguments and the result.
   """
   queues = [
       wiring.rollouts_of(i, start.updates, lambda r, first_env=actor.first_env: placement.scatter(
@@ -46,14 +39,7 @@ def wire_in_order(plan: Plan, actors: Sequence[Actor], start: SegmentStart, repo
 def wire_as_they_come(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Channel):
   """Wires the graph in which an update takes rollouts as they arrive, from any actors.
 
-  Args:
-    plan: the plan of the run.
-    actors: the actors of the segment.
-    start: where the graph begins.
-    reports: channel of the learner's reports.
-
-  Returns:
-    The workers, and a function that returns their waiting times.
+  See `Graph.wire` for the arguments and the result.
   """
   # All actors put their rollouts into one queue.
   queues: list[Channel] = [FifoQueue('rollouts', len(actors))] * len(actors)

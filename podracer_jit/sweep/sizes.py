@@ -18,7 +18,6 @@ from podracer_jit.sweep.fitting import Checked, Size
 from podracer_jit.sweep.members import SEED, Member, together
 from podracer_jit.training import restoring, seeds
 from podracer_jit.workdir import record
-from podracer_jit.workdir.workdir import Request
 
 # Memory of the smallest run, which is that of Python, JAX and programs: 600 MB were measured.
 _OF_PROCESS = 600_000_000
@@ -50,7 +49,7 @@ def check(groups: Sequence[Sequence[Member]], configs: Mapping[str, Any]) -> Che
     try:
       experiment = resolve(fields_of(first._replace(num_seeds=None).arguments()))
       in_one = bool(others) and not any(seeds.problems(
-          seeds.on_one_device(experiment), 1 + len(others), Request()))
+          seeds.on_one_device(experiment), 1 + len(others)))
       if others:
         resolve(fields_of(others[-1]._replace(num_seeds=None).arguments()))  # the largest seed
       size = _size(experiment, by_spec)

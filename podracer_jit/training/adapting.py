@@ -37,11 +37,12 @@ _SHARE = 0.02
 _LEG_S = 5.0
 _LEG_CALLS = 12
 _FIRST_CALLS = 16
-# Least calls of a leg that shows whether a placement is far slower, and their share of a whole leg;
-# by which factor that is; and how often a leg is begun that the end of a segment cuts short.
+# A probe, a short first leg with a placement, shows whether it is far slower: its least calls, its
+# share of a whole leg, and the factor that counts as far.
 _PROBE_CALLS = 6
 _PROBE_SHARE = 0.125
 _FAR_SLOWER = 1.5
+# A leg that the end of a segment cuts short is repeated; after so many tries the search ends.
 _MOST_TRIES = 3
 # Seconds that a program may take to compile where that cannot be done beside the training.
 _COMPILE_S = 60.0

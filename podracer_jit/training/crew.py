@@ -314,7 +314,7 @@ class Service:
     """
     from podracer_jit.cluster.process import fetch
     workers = len(self._of_run.learner_devices)
-    programs = self._gradients = self._gradients or self._run.learner.worker_programs(
+    programs = self._gradients = self._gradients or self._run.learner.gradient_programs(
         self._run.place.mesh, workers)
     if self._prepared is None or self._prepared[0] != update or step == 0:
       values = fetch(references)

@@ -18,7 +18,7 @@ from podracer_jit.experiment.schema import EvalOptions
 from podracer_jit.numerics import counters
 from podracer_jit.options import shorten
 from podracer_jit.play import evaluation
-from podracer_jit.training.sinks import EVAL_WAIT_S, Saved, Sink, writing
+from podracer_jit.training.sinks import EVAL_WAIT_S, Saved, Sink
 from podracer_jit.types import TrainState
 from podracer_jit.workdir import checkpoints, files, journal
 
@@ -194,8 +194,8 @@ class Evaluator(Sink):
     Raises:
       NotSaved: the file cannot be written.
     """
-    if self._run.place.processes > 1 or all(task.result.done() for task in self._pending):
-      self.wait()
+    waits = self._run.place.processes > 1
+    self._tell_while(lambda: waits or self._pending[0].result.done())
 
   def wait(self) -> None:
     """Waits for the evaluations that have begun, and tells each.
@@ -203,8 +203,12 @@ class Evaluator(Sink):
     Raises:
       NotSaved: the file cannot be written.
     """
+    self._tell_while(lambda: True)
+
+  def _tell_while(self, may_tell: Callable[[], bool]) -> None:
+    """Waits for evaluations in order, and tells each, while the next one may be told."""
     began_s = time.monotonic()
-    while self._pending and (result := self._result_of(self._pending[0])):
+    while self._pending and may_tell() and (result := self._result_of(self._pending[0])):
       del self._pending[0]
       self._tell(*result)
     self._waited_s += time.monotonic() - began_s
@@ -250,7 +254,7 @@ class Evaluator(Sink):
         task.result.set_result(self._evaluate(task.player))
       except _Cancelled:
         return
-      except BaseException as error:  # noqa: BLE001 - raised again by `before_save`
+      except BaseException as error:  # noqa: BLE001 - raised again where it is told
         task.result.set_exception(error)
 
   def _evaluate(self, player: evaluation.Player) -> tuple[Record, str]:
@@ -322,7 +326,7 @@ class Evaluator(Sink):
       if self._asked_to_stop():
         return None
       futures.wait([task.result], _POLL_S)
-    with writing():
+    with files.writing():
       return task.result.result()
 
   def _check_cancelled(self, count: int) -> None:

@@ -125,10 +125,12 @@ class Lane:
     state = self._first.state
 
     def compute():
-      if callable(state):
-        with contextlib.suppress(Exception):  # whoever needs the state is told of it
+      # Errors are raised again where the results are used. `canary` keeps its result.
+      with contextlib.suppress(Exception):
+        if callable(state):
           state()
-      restoring.surroundings(self.run)  # it is kept
+      with contextlib.suppress(Exception):
+        restoring.surroundings(self.run)
 
     threading.Thread(target=compute, name=stopping.BESIDE).start()
 

@@ -235,7 +235,8 @@ class Mirror(Sink):
           f'over since {holder.get("since")}; this run ends, and {self._workdir} has all of it')
     before = self._read(INDEX) or {}
     copied = {name: size for name, size in sizes.items() if self._copy_file(name, size)}
-    # A checkpoint goes as a folder, where the store has folders; unless it was made again.
+    # A deleted checkpoint is removed as a folder, where the store has folders. If it was made again
+    # under the same number, only the files that are gone are removed.
     kept = set(map(_unit, copied))
     gone = {name if _unit(name) in kept else _unit(name) for name in before.get('files', {})
             if name not in copied}
@@ -270,7 +271,7 @@ class Mirror(Sink):
     return True
 
   def _version(self, name: str, size: int) -> tuple[int, int]:
-    """Returns what changes with a file: the size that is copied, and when it changed last."""
+    """Returns (bytes to copy, time of the last change); if equal, a file need not go again."""
     return size, (self._workdir / name).stat().st_mtime_ns
 
   def _run(self) -> str:

@@ -54,7 +54,11 @@ class NextSegment:
     if self._of[0] is not run or self._of[1] != index:
       self.close()
       return ()
-    self._thread.join()
+    try:
+      self._thread.join()
+    except BaseException:  # a signal
+      self.close()
+      raise
     self._envs.pop_all()
     return self._actors
 

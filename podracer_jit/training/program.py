@@ -142,9 +142,9 @@ class GraphProgram:
     # The update from which on the next segment is made.
     half = (first + end) // 2 if build.compiles_each_segment(run) else end
     at_end: Snapshot | None = None
-    # Of the end of a leg after which the segment goes on.
+    # Position at the end of this leg, if the segment goes on with another leg.
     reached: Position | None = None
-    # Of the newest update, unless the segment ended with it.
+    # Newest position, unless the segment ended there.
     newest: Position | None = None
 
     earlier = Waits(0.0, 0.0)  # of the legs of the segment that are over; each has new channels

@@ -32,7 +32,6 @@ from podracer_jit.schemes.table import SCHEMES
 from podracer_jit.training import opening
 from podracer_jit.training.program import Moment, ReportTo, Watcher
 from podracer_jit.types import TrainState
-from podracer_jit.workdir.workdir import Request
 
 MAX_SEEDS = 4096
 # Files that are open for each seed while it trains: its lock, metrics and receipts; and with
@@ -43,7 +42,7 @@ _SEEDS = 'seeds'  # axis of the mesh
 _OTHER_FILES = 100  # of the process, with those that are open only during a save
 
 
-def problems(experiment: Experiment, num_seeds: int, request: Request) -> Iterator[str]:
+def problems(experiment: Experiment, num_seeds: int) -> Iterator[str]:
   """Yields why the experiment cannot be trained with several seeds at once."""
   if not 1 <= num_seeds <= MAX_SEEDS:
     yield f'--num_seeds: must be from 1 to {MAX_SEEDS}, got {num_seeds}'

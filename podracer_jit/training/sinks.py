@@ -1,7 +1,8 @@
 """Sinks are told the events of a run: files, trackers, the display, a user's own classes.
 
-The writer's thread tells updates, the learner's checkpoints, the evaluator's its notes, the main
-thread the rest. A sink can only ask for a stop; the run then ends as after a signal.
+The writer's thread calls `update`, the main thread `begin` and `replaying`. The other methods are
+called by the thread that learns, or by the main thread before and after it runs. A sink can only
+ask for a stop; the run then ends as after a signal.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from podracer_jit import parts
-from podracer_jit.errors import CallbackFailed, Diverged, NotSaved, line_of
+from podracer_jit.errors import CallbackFailed, Diverged, line_of
 from podracer_jit.runtime.output import complain
 from podracer_jit.workdir import checkpoints, files, journal
 
@@ -110,7 +111,8 @@ class Sink:
   def note(self, line: str) -> Any:
     """Called with a line that a person should see, in the thread that trains.
 
-    These are lines about evaluations, journals that were mended, and episodes that never end.
+    These are lines about evaluations, journals that were mended, episodes that never end, and
+    replays that would take long.
     """
 
   def keeps(self) -> Collection[int]:
@@ -317,15 +319,6 @@ def _made(callback: Any) -> Any:
                      f'{type(error).__name__}: {error}') from error
 
 
-@contextlib.contextmanager
-def writing() -> Iterator[None]:
-  """Turns an OSError of the block into a `NotSaved`."""
-  try:
-    yield
-  except OSError as error:
-    raise NotSaved(str(error)) from error
-
-
 class Journals(Sink):
   """metrics.jsonl and receipts.jsonl of a workdir, open for a whole run."""
 
@@ -354,7 +347,7 @@ class Journals(Sink):
       NotSaved: they cannot be written.
     """
     if start.header:
-      with writing():
+      with files.writing():
         self._receipts.write(json.dumps(dict(start.header)))
 
   def update(self, record: Record, receipt: Record) -> None:
@@ -364,7 +357,7 @@ class Journals(Sink):
       NotSaved: a file cannot be written; the error names it.
     """
     self._eval_wait_s += record.get(EVAL_WAIT_S, 0.0)
-    with writing():
+    with files.writing():
       if self._is_logged(record['update'], record['steps']):
         waited = {EVAL_WAIT_S: self._eval_wait_s} if EVAL_WAIT_S in record else {}
         self._metrics.write(json.dumps(_finite(record | waited)))
@@ -379,7 +372,7 @@ class Journals(Sink):
     Raises:
       NotSaved: a file cannot be written; the error names it.
     """
-    with writing():
+    with files.writing():
       self._metrics.sync()
       self._receipts.sync()
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from podracer_jit import metrics
 from podracer_jit.errors import Refused
-from podracer_jit.options import shorten
-from podracer_jit.training.sinks import Record, Sink, Start, writing
+from podracer_jit.options import flat, shorten
+from podracer_jit.training.sinks import Record, Sink, Start
 from podracer_jit.workdir import files
 
 # Least seconds between two points: a point in TensorBoard takes as long as a short update.
@@ -102,15 +102,6 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
           if isinstance(value, int | float) and not isinstance(value, bool)}
 
 
-def flat(config: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
-  """Returns the values of nested dicts by their names with dots, such as env.task."""
-  values = {}
-  for name, value in config.items():
-    values |= flat(value, f'{prefix}{name}.') if isinstance(value, Mapping) else {
-        prefix + name: value}
-  return values
-
-
 class TensorBoard(Tracker):
   """TensorBoard's events; the config is a text, and the hparams of the run."""
 
@@ -146,7 +137,7 @@ class TensorBoard(Tracker):
   @contextlib.contextmanager
   def _writing(self) -> Iterator[None]:
     """Turns an OSError of the block into a `NotSaved` that names the files."""
-    with writing(), files.naming(self._path):
+    with files.writing(), files.naming(self._path):
       yield
 
   def _add(self, step: int, **content: Any) -> None:

@@ -439,7 +439,7 @@ def opened(experiment: Experiment, workdir: Path, request: Request,
                  'checkpoint.every_updates, which is now only how often the run is saved')
   if num_seeds is not None:
     experiment = seeds.on_one_device(experiment)
-    for problem in seeds.problems(experiment, num_seeds, request):
+    for problem in seeds.problems(experiment, num_seeds):
       raise ValueError(problem)
     seeds.allow_open_files(num_seeds, experiment.log.tensorboard)
   host.prepare_host(experiment.placement, experiment.numerics.deterministic, placing.most_devices(

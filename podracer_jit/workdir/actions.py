@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from podracer_jit.errors import NotSaved
 from podracer_jit.workdir import files, journal
 
 FOLDER = 'actions'
@@ -71,13 +70,11 @@ class Log:
       new = np.concatenate(np.asarray(multihost_utils.process_allgather(new)), axis=1)
     if not self._is_first:
       return
-    try:
+    with files.writing():
       if self._file is None:
         files.make_folder(self.path.parent)
         self._file = files.Lines(self.path)
       self._file.add(new.tobytes())
-    except OSError as error:
-      raise NotSaved(str(error)) from error
 
   def sync(self) -> None:
     """Writes all to the disk, before a checkpoint is saved that counts on it.
@@ -87,10 +84,8 @@ class Log:
     """
     self.write()
     if self._file:
-      try:
+      with files.writing():
         self._file.sync()
-      except OSError as error:
-        raise NotSaved(str(error)) from error
 
   def close(self) -> None:
     """Closes the file; drops what is still in memory."""

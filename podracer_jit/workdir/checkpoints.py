@@ -305,7 +305,8 @@ def saved_leaves(workdir: Path, update: int, item: str = 'state') -> dict[str, A
   Args:
     workdir: the workdir of the run.
     update: the update of the checkpoint.
-    item: 'state', 'replay' or 'envs'; the result is empty if the checkpoint does not have it.
+    item: 'state', 'replay', 'envs' or 'before'; the result is empty if the checkpoint does not have
+      it.
   """
   if not (path_of(workdir, update) / item).is_dir():
     return {}

@@ -17,11 +17,21 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from podracer_jit.errors import NotSaved
 from podracer_jit.options import nested_too_deeply
 
 _MOST_JSON = 2**26  # bytes of a file of JSON; a manifest of 400,000 files has as many
 BROKEN = 'broken'  # folder of a workdir for broken files
 DRAFT = '.tmp'  # a suffix of files that get their names when they are whole
+
+
+@contextlib.contextmanager
+def writing() -> Iterator[None]:
+  """Turns an OSError of the block into a `NotSaved`."""
+  try:
+    yield
+  except OSError as error:
+    raise NotSaved(str(error)) from error
 
 
 def open_regular(path: Path) -> BinaryIO:

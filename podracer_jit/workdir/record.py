@@ -123,8 +123,7 @@ class Record:
 
   def begins_segment(self, first_update: int) -> bool:
     """Returns whether a segment ends before an update because of the run's history."""
-    return first_update in self.renewals or any(
-        name.startswith(_RENEWING) for name in self.changes.get(first_update, {}))
+    return first_update in self.renewals or renews(self.changes.get(first_update, {}))
 
   def header(self, first_update: int) -> dict[str, Any]:
     """Returns the field of a header in the receipts that names what changed before an update."""
@@ -413,7 +412,7 @@ def completed(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str,
 def with_free_fields(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
   """Returns a config with the fields of another one in which runs of one experiment may differ."""
   result = copy.deepcopy(dict(config))
-  for name, value in flat(fields).items():
+  for name, value in options.flat(fields).items():
     if _is_free(name):
       section, _, field = name.partition('.')
       result.setdefault(section, {})[field] = value
@@ -439,8 +438,8 @@ def differences(config_a: Mapping[str, Any], config_b: Mapping[str, Any], where:
 
 def changed_fields(config_a: Mapping[str, Any], config_b: Mapping[str, Any]) -> Changes:
   """Returns the fields in which two configs, from JSON or not, are different experiments."""
-  a = flat(options.from_json(config_a))
-  b = flat(options.from_json(config_b))
+  a = options.flat(options.from_json(config_a))
+  b = options.flat(options.from_json(config_b))
   return {name: {key: values[name] for key, values in (('was', a), ('now', b)) if name in values}
           for name in sorted(a.keys() | b.keys())
           if not _same(a.get(name), b.get(name)) and not _is_free(name)}
@@ -451,15 +450,6 @@ def _same(a: Any, b: Any) -> bool:
   if isinstance(a, list | tuple) and isinstance(b, list | tuple):
     return len(a) == len(b) and all(map(_same, a, b))
   return a == b or a != a and b != b  # not a number
-
-
-def flat(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
-  """Returns nested dicts as one dict with dotted names."""
-  flat_fields = {}
-  for name, value in tree.items():
-    full = prefix + name
-    flat_fields |= flat(value, f'{full}.') if isinstance(value, dict) else {full: value}
-  return flat_fields
 
 
 def _value(change: Mapping[str, Any], key: str) -> str:

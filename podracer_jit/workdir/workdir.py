@@ -18,7 +18,7 @@ from podracer_jit.envs.families import family_of
 from podracer_jit.errors import OtherExperiment
 from podracer_jit.experiment import modules, schema
 from podracer_jit.experiment.schema import Experiment
-from podracer_jit.options import from_json, shorten
+from podracer_jit.options import flat, from_json, shorten
 from podracer_jit.parts import user_path
 from podracer_jit.workdir import checkpoints, files, journal, lock, record, sources
 
@@ -263,7 +263,7 @@ class OpenWorkdir(Workdir):
       OtherExperiment: the run has another config, and not all of its changes are allowed.
       ValueError: the workdir is broken, or the request does not fit it.
     """
-    for problem in record.problems_of_change(request.change, record.flat(fields).keys()):
+    for problem in record.problems_of_change(request.change, flat(fields).keys()):
       raise ValueError(problem)
     if self.seen.state is State.BROKEN:
       raise ValueError(self.seen.problem)

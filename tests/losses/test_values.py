@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from podracer_jit import losses
+from podracer_jit import losses, schedules
 from podracer_jit.agents import networks, optimizers, policies, q_networks
 from podracer_jit.configs import apex_dpg_dmc, apex_dqn_atari
 from podracer_jit.envs.protocol import EnvSpec
@@ -240,6 +240,15 @@ def test_dpg_with_one_optimizer_has_one_rate():
   assert list(losses.DPG(critic_rate=0.5, separate_optimizers=False).problems()) == [
       'critic_rate: with separate_optimizers = False both networks have one rate; must be 1.0, '
       'got 0.5']
+
+
+@pytest.mark.parametrize('clip', [0.0, schedules.parse('linear:0.1:0'),
+                                  schedules.parse('piecewise:0.1:0.5=0')])
+def test_a_smooth_clip_is_never_0(clip):
+  """Ratios are divided by it, so a schedule must not reach 0 either."""
+  assert list(losses.PPO(clip=clip, clip_smoothly=True).problems()) == [
+      'clip: with loss.clip_smoothly it must be above 0, got 0']
+  assert not list(losses.PPO(clip=clip).problems())
 
 
 def test_dueling_subtracts_the_mean_advantage():

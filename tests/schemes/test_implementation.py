@@ -185,7 +185,7 @@ def test_learners_are_lowered_for_accelerators(case):
 
   texts = [text(learner.learn, state, rollout)]
   if isinstance(learner, RolloutLearner):
-    (programs,) = learner.gradient_programs([fresh_run.place.mesh])
+    programs = learner.gradient_programs(fresh_run.place.mesh, 1)
     view = updates.view(state)
     prepared = jax.eval_shape(programs.prepare, view, state.key, rollout)
     step = jax.ShapeDtypeStruct((), int)

@@ -19,6 +19,7 @@ import pytest
 from podracer_jit import experiment
 from podracer_jit.cli import train
 from podracer_jit.experiment import schema
+from podracer_jit.options import flat
 from podracer_jit.play import evaluation
 from podracer_jit.training import inherit, opening, sinks, stopping
 from podracer_jit.training.trainer import Training
@@ -709,7 +710,7 @@ def test_a_garbled_history_is_refused(garbled, six, tmp_path):
 def test_fields_that_cannot_change_exist():
   """Otherwise a renamed field could silently be changed."""
   for loss, network in (('ppo', 'mlp'), ('dqn', 'mlp'), ('dpg', 'deterministic')):
-    fields = record.flat(experiment.config(loss, network, 'adam').to_dict())
+    fields = flat(experiment.config(loss, network, 'adam').to_dict())
     for field in record._FIXED:
       of_one_loss = field == 'loss.separate_optimizers' and loss != 'dpg'
       assert of_one_loss or any(name == field or name.startswith(field) for name in fields), field
