@@ -105,25 +105,32 @@ class Stopping:
     while number := wakeups.recv(1):
       if number[0] not in SIGNALS:  # a user's code may handle further ones
         continue
-      deadline_s = time.monotonic() + PATIENCE_S
-      while not self._asked and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-      if self._asked or self._ended:
-        self._tell_if_slow()
+      if self._was_handled_since(self._clock() - REPEAT_S):
+        if self._ended:
+          return
+        if not is_told:
+          self._tell_if_slow()
+      elif self._ended:
         return
-      if not self._training:
+      elif not self._training:
         self._leave()
-      elif is_told:
-        while self.is_saving:
-          time.sleep(0.05)
+      elif is_told or self._asked:
         complain('podracer_jit: interrupted while XLA compiles; what was saved stays')
         os._exit(INTERRUPTED)
       else:
-        with contextlib.suppress(BlockingIOError):  # what came meanwhile is the same request
-          wakeups.recv(1024, socket.MSG_DONTWAIT)
-        is_told = True
         complain('podracer_jit: stops when XLA has compiled; a second signal ends it at once')
+      is_told = True
+      with contextlib.suppress(BlockingIOError):  # what came meanwhile is the same request
+        wakeups.recv(1024, socket.MSG_DONTWAIT)
 
+  def _was_handled_since(self, since_s: float) -> bool:
+    """Returns whether `handle` was called since then; waits a moment, and while the run saves."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while self._last_s < since_s:
+      if time.monotonic() > deadline_s and not self.is_saving:
+        return False
+      time.sleep(0.05)
+    return True
 
   def _tell_if_slow(self) -> None:
     """Tells that the training stops, if it has not after a moment: a learner may still compile."""

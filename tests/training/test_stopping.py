@@ -90,13 +90,17 @@ def test_signals_that_interrupt_each_other_are_one_request():
 
 
 BUSY = """
-import sys, threading
+import sys, threading, time
 import jax
 from podracer_jit.training import stopping
 
 with stopping.handled() as stop:
-  if sys.argv[1] == 'training':
+  if sys.argv[1] != 'starting':
     stop.begin_training()
+  if sys.argv[1] == 'tracing':
+    print('tracing', flush=True)
+    while not stop.asked():
+      time.sleep(0.01)
   # As in a compiler, the main thread calls no Python meanwhile.
   endless = jax.jit(lambda x: jax.lax.while_loop(lambda x: x >= 0, lambda x: x * 0, x)).lower(
       0).compile()
@@ -119,6 +123,24 @@ def test_signals_end_a_process_whose_main_thread_is_in_a_library(when, lines):
       process.send_signal(signal.SIGTERM)
       process.send_signal(signal.SIGTERM)  # the same request, from another sender
       assert process.stderr.readline() == f'{line}\n'
+    assert process.wait() == errors.INTERRUPTED
+    limit.cancel()
+
+
+def test_a_second_signal_ends_a_process_that_has_begun_to_compile_since_the_first():
+  """The first signal comes while the main thread traces, so Python handles it there."""
+  with processes.Popen([sys.executable, '-c', BUSY, 'tracing'], stdout=subprocess.PIPE,
+                       stderr=subprocess.PIPE, text=True) as process:
+    limit = threading.Timer(60, process.kill)
+    limit.start()
+    assert process.stdout.readline() == 'tracing\n'
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr.readline() == (
+        'podracer_jit: stops after this update; a second signal ends it at once\n')
+    assert process.stdout.readline() == 'busy\n'
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr.readline() == (
+        'podracer_jit: interrupted while XLA compiles; what was saved stays\n')
     assert process.wait() == errors.INTERRUPTED
     limit.cancel()
 
