@@ -144,10 +144,11 @@ TERMS = _by_name(
     Metric('rho', 'losses/rho', 'mean importance weight of the trained policy against the acting '
            'one (IMPALA)', '', 'far from 1: the policies differ much, because of lag or large '
            'steps'),
-    Metric('loss', 'losses/loss', 'half the squared TD error, weighted by importance (DQN, DPG, '
-           'R2D2, PQN)', 'reward^2', 'grows without end: the values diverge'),
-    Metric('abs_td_error', 'losses/abs_td_error', 'mean |TD error| (DQN, DPG, R2D2, PQN)',
-           'reward', 'grows without end: the values diverge'),
+    Metric('loss', 'losses/loss', 'half the squared TD error (DQN, DPG, R2D2, PQN), weighted by '
+           'importance with a replay; of R2D2 in rescaled values', 'reward^2',
+           'grows without end: the values diverge'),
+    Metric('abs_td_error', 'losses/abs_td_error', 'mean |TD error| (DQN, DPG, R2D2, PQN); of R2D2 '
+           'in rescaled values', 'reward', 'grows without end: the values diverge'),
     Metric('q', 'losses/q_values', 'mean action value of the drawn items, or of what '
            'the policy would do there', 'reward',
            'above any return that is possible: values are overestimated'),
@@ -161,7 +162,7 @@ TERMS = _by_name(
     Metric('alpha', 'losses/alpha', 'temperature: weight of the entropy (SAC)', 'reward/nat',
            'grows without end: the target entropy cannot be reached'),
     Metric('alpha_loss', 'losses/alpha_loss', 'loss of the temperature (SAC); its gradient is what '
-           'matters', 'nats', ''))
+           'matters', 'reward', ''))
 
 UPDATES: dict[str, Metric] = _RUN | _SCHEDULES | _REPLAY | _CLUSTER | TERMS
 

@@ -293,10 +293,14 @@ class Algorithm(abc.ABC):
     """Returns what actors get of the state. It selects arrays only; `act` computes."""
     return state.params
 
+  @property
+  def recurrent(self) -> bool:
+    """Whether the config's network has a recurrent core, which reads rows in order."""
+    return self.parts.torso_options.recurrent
+
   def initial_carry(self, num_envs: int) -> Carry:
     """Returns the carry at the beginning of episodes, arrays [num_envs, ...]; None: no carry."""
-    recurrent = self.parts.torso_options.recurrent
-    return self.network.initial_carry(num_envs) if recurrent else None
+    return self.network.initial_carry(num_envs) if self.recurrent else None
 
   def exploration(self, num_envs: int) -> np.ndarray | None:
     """Returns the number for each environment that `act` explores with, [num_envs] f32, or None.

@@ -59,11 +59,6 @@ class PPO(Algorithm):
       yield 'clip: with loss.clip_smoothly it must be above 0, got 0'
 
   @property
-  def recurrent(self) -> bool:
-    """Whether the network needs rows in order."""
-    return self.parts.torso_options.recurrent
-
-  @property
   def targets_read_all_obs(self) -> bool:
     """Whether `targets` computes the values of all rows."""
     return self.vtrace or self.recurrent

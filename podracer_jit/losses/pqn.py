@@ -51,11 +51,6 @@ class PQN(Algorithm):
   epsilon: float = option(0.05, 'probability of a random action; linear:1:0.05:0.1 lets it fall',
                           at_least=0, at_most=1)
 
-  @property
-  def recurrent(self) -> bool:
-    """Whether the network needs rows in order."""
-    return self.parts.torso_options.recurrent
-
   def make_network(self) -> nn.Module:
     """Returns the Q-network around the config's torso."""
     p = self.parts
