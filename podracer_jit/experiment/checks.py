@@ -38,11 +38,11 @@ def problems(experiment: Experiment, processes: int) -> Iterator[str]:
   yield from _indivisible(experiment, processes)
   yield from _asynchronous(experiment)
   yield from _auxiliary(experiment)
-  for needs_replay in (experiment.scheme.replay, experiment.scheme.graph.replay):
-    if needs_replay not in (None, experiment.loss.learns_from_replay):
-      yield (f'scheme: {experiment.scheme_name} is for losses '
-             f'{"with" if needs_replay else "without"} a replay, loss.name is '
-             f'{experiment.loss_name}')
+  needs_replay = experiment.scheme.replay
+  if needs_replay not in (None, experiment.loss.learns_from_replay):
+    yield (f'scheme: {experiment.scheme_name} is for losses '
+           f'{"with" if needs_replay else "without"} a replay, loss.name is '
+           f'{experiment.loss_name}')
   if experiment.loss.learns_from_replay:
     yield from _replay(experiment)
 

@@ -27,7 +27,8 @@ class Graph(NamedTuple):
   each: bool = False  # U applies the gradient of each worker as it arrives, not the sum of all
   free_rates: bool = False  # actors and learner run at independent rates
   several_processes: bool = False  # the learner may span processes
-  replay: bool | None = None  # True: needs a learner from a replay; False: needs one from rollouts
+  # True: G draws from a replay; False: G takes rollouts; None: the algorithm decides
+  replay: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +41,11 @@ class Scheme:
   lag: int | None = 0
   alone: bool = False  # R, G and U run on one device
   colocated: bool = False  # R runs on the devices of G
-  # True: G draws from a replay; False: G takes rollouts; None: the algorithm decides.
-  replay: bool | None = None
+
+  @property
+  def replay(self) -> bool | None:
+    """See `Graph.replay`."""
+    return self.graph.replay
 
   @property
   def each(self) -> bool:

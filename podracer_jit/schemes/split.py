@@ -119,4 +119,4 @@ def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Cha
 IN_ORDER = Graph(wire_in_order, wiring.load, several_processes=True)
 APART = Graph(wire_in_order, wiring.load, separate_updates=True, several_processes=True,
               replay=False)
-AS_THEY_COME = Graph(wire_as_they_come, wiring.load)
+AS_THEY_COME = Graph(wire_as_they_come, wiring.load, replay=False)

@@ -20,18 +20,18 @@ SCHEMES = {
     # Every worker runs R and G and, after an all-reduce, U.
     'ddppo': Scheme(split.IN_ORDER, colocated=True),
     # Workers run R and G, one device runs U on the sum of their gradients.
-    'dppo': Scheme(split.APART, colocated=True, replay=False),
+    'dppo': Scheme(split.APART, colocated=True),
     # Like `dppo`, but U takes one gradient at a time, as they arrive (A3C).
-    'dppo_async': Scheme(central.GRAPH, colocated=True, replay=False),
+    'dppo_async': Scheme(central.GRAPH, colocated=True),
     # Like `dppo`, but R runs in workers of its own, one update ahead of G.
-    'rapid': Scheme(split.APART, lag=1, replay=False),
+    'rapid': Scheme(split.APART, lag=1),
     # Like `rapid`, but R takes the latest parameters, and U one gradient at a time.
-    'rapid_async': Scheme(central.GRAPH, lag=None, replay=False),
+    'rapid_async': Scheme(central.GRAPH, lag=None),
     # Actors use the latest parameters; the learner takes rollouts as they arrive (IMPALA).
-    'impala': Scheme(split.AS_THEY_COME, lag=None, replay=False),
+    'impala': Scheme(split.AS_THEY_COME, lag=None),
     # Actors use the latest parameters and fill a replay; G draws from it at its own rate (Ape-X,
     # 1803.00933).
-    'apex': Scheme(free.GRAPH, lag=None, replay=True),
+    'apex': Scheme(free.GRAPH, lag=None),
     # `cleanba` with a replay: a fixed number of gradient steps for each round of rollouts.
-    'apex_lockstep': Scheme(split.IN_ORDER, lag=1, replay=True),
+    'apex_lockstep': Scheme(split.IN_ORDER._replace(replay=True), lag=1),
 }
