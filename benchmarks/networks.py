@@ -44,7 +44,7 @@ def take_out(missing: Sequence[str]) -> None:
     convolution.max_pool = lambda x, window, stride: nn.max_pool(
         x, (window, window), (stride, stride), 'SAME')
   if 'chunks' in missing:
-    convolution.in_chunks = lambda function, x, near: function(x)
+    convolution.in_chunks = lambda function, x, chunk_rows: function(x)
 
 
 def measure(network: str, rows: int, groups: int, variant: str, seconds: float

@@ -74,8 +74,9 @@ _RUN = _by_name(
     Metric('gud', 'charts/GUD', 'gradient-to-update delay: how many gradient steps were taken '
            'between a gradient and its use', 'gradient steps', 'above 0 only in schemes with '
            'several workers of gradients'),
-    Metric('learning_rate', 'charts/learning_rate', "learning rate of the update's gradient steps",
-           '', '0 before the end: the schedule or `optimizer.kl_target` has stopped the training'),
+    Metric('learning_rate', 'charts/learning_rate',
+           "learning rate of the update's last gradient step", '',
+           '0 before the end: the schedule or `optimizer.kl_target` has stopped the training'),
     Metric('grad_norm', 'losses/grad_norm', 'norm of the gradient before clipping, mean over '
            'gradient steps', '', 'exactly 0: nothing is learned; always far above '
            '`optimizer.max_grad_norm`: each step is clipped'),

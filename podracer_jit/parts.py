@@ -33,7 +33,7 @@ _INSTALLED = {'site-packages', 'dist-packages'}  # folders of packages that pip 
 _OURS = __name__.partition('.')[0]
 MAIN = '__main__'  # the name of a notebook, or of the program that Python runs
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset}
-# Names and modules that own algorithms import from version 0.6, and later versions do not have.
+# Names and modules of earlier versions that own parts import.
 _GONE = {
     'RolloutAlgorithm': 'losses.algorithm.Algorithm',
     'ReplayAlgorithm': 'losses.algorithm.Algorithm with learns_from_replay = True',
@@ -233,7 +233,7 @@ def import_module(field: str, name: str, module: str) -> ModuleType:
     sources_of(module)  # now, as somebody may edit the files while this process runs
   except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may raise any exception
     if gone_from(error):
-      raise ValueError(of_version_0_6(field, name, gone_from(error))) from None
+      raise ValueError(of_earlier_version(field, name, gone_from(error))) from None
     if isinstance(error, ImportError):
       raise ValueError(f'{field}: cannot import {shown(module)} of {shown(name)} '
                        f'({shorten(str(error))}); it is looked for '
@@ -277,8 +277,8 @@ def gone_from(error: BaseException) -> str:
   return f'imports {name}, now {_GONE[name]}' if is_gone else ''
 
 
-def of_version_0_6(field: str, name: str, what: str) -> str:
-  """Returns the error message for a user's part that is written for version 0.6.
+def of_earlier_version(field: str, name: str, what: str) -> str:
+  """Returns the error message for a user's part that is written for an earlier version.
 
   Args:
     field: the config's field, or the flag, that names the part.
@@ -286,8 +286,8 @@ def of_version_0_6(field: str, name: str, what: str) -> str:
     what: what the file does that this version does not know, with its replacement, such as
       'imports RolloutAlgorithm, now Algorithm'.
   """
-  return (f'{field}: {shorten(name)} is written for version 0.6 (it {what}); derive '
-          'algorithms from losses.algorithm.Algorithm; CHANGELOG.md says how')
+  return (f'{field}: {shorten(name)} is written for an earlier version (it {what}); '
+          'CHANGELOG.md says what to change')
 
 
 def _check_origin(field: str, name: str, module: str, part: Any) -> None:

@@ -53,9 +53,9 @@ class Rollout(NamedTuple):
 class Experience(NamedTuple):
   """Rollout in the form in which it is added to a replay; it has the rows of Rollout.
 
-  The priority of an item of L rows needs the row after its last, so `priority` and `starts` belong
-  to the items that this rollout completes. They began L rows before. Items begin in each row
-  (S = T), or where rollouts begin (S = 1).
+  The priority of an item of L rows needs the row after its last. So `priority` and `starts` are of
+  the items that this rollout completes, each of which began L rows before the row that completes
+  it. Items begin in each row (S = T), or where rollouts begin (S = 1).
   """
 
   obs: jax.Array  # [T + 1, B, ...]: the newest frame of each observation

@@ -238,12 +238,9 @@ def acting(run: build.Run, state: TrainState, by_python: bool, stack: contextlib
     return [stepped_by_python(worker) for worker in segment.workers[:len(run.place.actors)]]
 
   # An actor's worker collects its states until the learner takes them, so it is of no use here.
-  start = wiring.SegmentStart(lambda: state, 0, 0, 1, None, lambda update: update + 1,
-                              lambda _: False)
-
   def prepare(actor: wiring.LocalActor):
     actor_state = actor.state
-    rollout = actor.begin(run.plan, start, lambda: False)
+    rollout = actor.begin(run.plan, lambda: False)
     params = Versioned(actor.receive(run.learner.algorithm.for_actors(state)), 0)
 
     def fire() -> tuple:

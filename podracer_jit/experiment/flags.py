@@ -115,7 +115,7 @@ def _one_line_errors(file: Path | None = None) -> Iterator[None]:
   except (Exception, SystemExit) as error:  # noqa: BLE001 - it may raise anything
     if parts.gone_from(error):
       file = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-      raise ValueError(parts.of_version_0_6('--config', file.name,
+      raise ValueError(parts.of_earlier_version('--config', file.name,
                                             parts.gone_from(error))) from None
     line = parts.line_of(error, [file] if file else [])
     raise ValueError(f'--config{line}: {type(error).__name__}: {_one_line(error)}') from None

@@ -138,8 +138,8 @@ def _moments(run: build.Run) -> tuple[list[Part], list[Part]]:
                          _network_fields(run)))
 
   if experiment.scheme.graph.one_program:
-    calls = min(experiment.placement.updates_per_call, build.segment_end(experiment, 0))
-    always.append(Part('reports', calls * episodes, _place(place.learners[0]),
+    updates = min(experiment.placement.updates_per_call, build.segment_end(experiment, 0))
+    always.append(Part('reports', updates * episodes, _place(place.learners[0]),
                        ('placement.updates_per_call', *rollout_fields)))
 
   gradient = nbytes(running_moments.weights(params))

@@ -199,14 +199,14 @@ def _check_methods(name: str, algorithm: type[Algorithm]) -> None:
   """
   for old, new in _OF_VERSION_0_6.items():
     if hasattr(algorithm, old):
-      raise ValueError(parts.of_version_0_6('loss.name', name, f'has {old}, now {new}'))
+      raise ValueError(parts.of_earlier_version('loss.name', name, f'has {old}, now {new}'))
   for method, wanted in inspect.getmembers(Algorithm, inspect.isfunction):
     own = inspect.getattr_static(algorithm, method)
     if method.startswith('_') or own is wanted or not inspect.isfunction(own):
       continue
     taken, given = (list(inspect.signature(function).parameters)[1:] for function in (own, wanted))
     if taken and taken[0] in ('model', 'network', 'spec'):
-      raise ValueError(parts.of_version_0_6(
+      raise ValueError(parts.of_earlier_version(
           'loss.name', name, f'has {method}({taken[0]}, ...), now ({", ".join(given)})'))
     try:
       inspect.signature(own).bind(algorithm, *given)

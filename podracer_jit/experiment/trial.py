@@ -115,8 +115,8 @@ def _try_acting(run: build.Run) -> dict[str, tuple[Any, ...]]:
   calls = {'act': (*inputs, key, exploration)}
   if not algorithm.learns_from_replay:
     return calls
-  rows = jax.eval_shape(lambda: rollouts.empty_rollout(algorithm, None, num_envs,
-                                               experiment.items.length + 1))
+  rows = jax.eval_shape(lambda: rollouts.empty_rollout(
+      algorithm, None, num_envs, experiment.items.length + 1))
   rows = rows._replace(action=None, episodes=None)
   with in_loss(run, 'priority'):
     _check_priority(_call(run, 'priority', rows), num_envs)

@@ -122,7 +122,7 @@ class FromReplay:
     # An update may add several times, and each addition needs a key of its own.
     key = jax.random.fold_in(_of_group_0(_key(state, 1)), state.replay.inserted[0])
     replay = self.store.add(state.replay, number, by_block, key, state.target.gradient_steps,
-                             is_sharded)
+                            is_sharded)
     return state._replace(replay=replay), jnp.sum(experience.valid, dtype=jnp.int32)
 
   def is_ready(self, state: TrainState) -> jax.Array:
@@ -176,7 +176,7 @@ class FromReplay:
 
     with jax.named_scope('storing'):
       place, probability = self.store.draw(state.replay, _of_group_0(draw_key),
-                                            self.options.batch_size)
+                                          self.options.batch_size)
       weight = weights(probability, jnp.min(probability))
 
     with jax.named_scope('gradient'):

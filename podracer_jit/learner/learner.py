@@ -156,7 +156,7 @@ class RolloutLearner(Learner):
 
     Args:
       mesh: of the worker.
-      workers: of the run, with equal numbers of environments.
+      workers: number of the run's workers, which have equal numbers of environments.
     """
     key = mesh, workers
     if key not in self._gradient_programs:

@@ -55,22 +55,22 @@ def whole_update(source: FromRollouts | FromReplay, mesh: Mesh) -> Callable:
     mesh: the mesh of the learner.
 
   Returns:
-    learner(state, rollout) -> (state, metrics). The state is replicated (its replay is not, see
+    update(state, rollout) -> (state, metrics). The state is replicated (its replay is not, see
     `state_specs`) and donated, the rollout sharded by environment. Metrics have a leading axis [1]
     of updates.
   """
   specs = state_specs(source)
 
-  def learner(state, rollout):
+  def update(state, rollout):
     state, metrics = jax.shard_map(
         _learn_of(source), mesh=mesh, in_specs=(specs, BY_ENV), out_specs=(specs, EVERYWHERE),
         check_vma=False)(state, rollout)
     return state, _add_update_axis(metrics)
 
-  return jax.jit(learner, donate_argnums=0)
+  return jax.jit(update, donate_argnums=0)
 
 
-def make_fused(for_actors: Callable, rollout: Callable, learn: Callable, calls: int,
+def make_fused(for_actors: Callable, rollout: Callable, learn: Callable, most: int,
                sent_by: Callable = lambda actor_state: ()) -> Callable:
   """Builds a function that alternates rollouts and updates in one program.
 
@@ -78,13 +78,13 @@ def make_fused(for_actors: Callable, rollout: Callable, learn: Callable, calls: 
     for_actors: `Algorithm.for_actors`.
     rollout: (`ForActors`, actor_state) -> (actor_state, rollouts).
     learn: (state, rollout) -> (state, metrics).
-    calls: updates that the arrays of metrics have room for.
+    most: updates that the arrays of metrics have room for.
     sent_by: actor_state -> arrays to return for each update, see `rollouts.sent_by`.
 
   Returns:
     fused(state, actor_state, limit, total_steps) -> (state, actor_state, count, metrics). It makes
     `count` updates: `limit`, or fewer if `total_steps` valid steps are reached. The first `count`
-    rows of the metrics [calls, ...] are set. `limit` must not exceed `calls`. The metrics also have
+    rows of the metrics [most, ...] are set. `limit` must not exceed `most`. The metrics also have
     the arrays of `sent_by` as SENT, if there are any.
   """
 
@@ -103,15 +103,15 @@ def make_fused(for_actors: Callable, rollout: Callable, learn: Callable, calls: 
     Args:
       state: the train state.
       actor_state: the actor's state.
-      limit: [] i32, most updates, at most `calls`.
+      limit: [] i32, most updates, at most `most`.
       total_steps: count of valid steps after which no update begins.
 
     Returns:
-      The train state, the actor's state, the number of updates [] i32, and metrics [calls, ...].
+      The train state, the actor's state, the number of updates [] i32, and metrics [most, ...].
     """
     make_one, (_, _, shapes) = traced(once, state, actor_state)
     # A while_loop cannot stack results, so metrics are written into arrays allocated before it.
-    buffers = jax.tree.map(lambda s: jnp.zeros((calls, *s.shape), s.dtype), shapes)
+    buffers = jax.tree.map(lambda s: jnp.zeros((most, *s.shape), s.dtype), shapes)
 
     def goes_on(carry):
       state, _, count, _ = carry
@@ -129,14 +129,14 @@ def make_fused(for_actors: Callable, rollout: Callable, learn: Callable, calls: 
   return fused
 
 
-def fused_program(source: FromRollouts | FromReplay, rollout: Callable, calls: int, mesh: Mesh
+def fused_program(source: FromRollouts | FromReplay, rollout: Callable, most: int, mesh: Mesh
                   ) -> Callable:
   """Returns `make_fused` of a whole mesh, to be jitted.
 
   Args:
     source: functions of an update, seen from one device of the mesh.
     rollout: (`ForActors`, actor_state) -> (actor_state, rollouts), of one device's environments.
-    calls: updates that the arrays of metrics have room for.
+    most: updates that the arrays of metrics have room for.
     mesh: the mesh of the learner.
 
   Returns:
@@ -144,7 +144,7 @@ def fused_program(source: FromRollouts | FromReplay, rollout: Callable, calls: i
     of devices, which is sharded.
   """
   specs = state_specs(source)
-  fused = make_fused(source.algorithm.for_actors, rollout, _learn_of(source), calls)
+  fused = make_fused(source.algorithm.for_actors, rollout, _learn_of(source), most)
 
   def on_device(state, actor_state, limit, total_steps):
     """Runs `fused` on one device, whose actor state has a leading axis [1]; see `make_fused`.

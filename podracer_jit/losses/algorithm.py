@@ -303,7 +303,7 @@ class Algorithm(abc.ABC):
     return self.network.initial_carry(num_envs) if self.recurrent else None
 
   def exploration(self, num_envs: int) -> np.ndarray | None:
-    """Returns the number for each environment that `act` explores with, [num_envs] f32, or None.
+    """Returns each environment's constant of exploration in `act`, [num_envs] f32, or None.
 
     If an option is a schedule, options may be traced arrays: use operators, not functions of NumPy.
     """

@@ -169,7 +169,7 @@ class Window(NamedTuple):
     ring = self.ring
 
     def read(block: jax.Array, row: jax.Array, env: jax.Array) -> Rollout:
-      rows = _around(ring, row + jnp.arange(self.length)[:, None])
+      rows = _wrapped(ring, row + jnp.arange(self.length)[:, None])
 
       def all_rows(field: jax.Array) -> jax.Array:
         return indexing.read(field, block, rows, env[None])
@@ -197,7 +197,7 @@ class Window(NamedTuple):
     ring = self.ring
 
     def read(block: jax.Array, row: jax.Array, env: jax.Array) -> tuple[jax.Array, ...]:
-      rows = _around(ring, row + jnp.arange(self.length + 1)[:, None])
+      rows = _wrapped(ring, row + jnp.arange(self.length + 1)[:, None])
       if self.stack == 1:
         return (indexing.read(ring.frame, block, rows, env[None]),)
       oldest_first = jnp.stack(jnp.split(_stack(ring, self.stack, block, row, env), self.stack,
@@ -210,7 +210,7 @@ class Window(NamedTuple):
     return obs[0] if self.stack == 1 else frames.Frames(*obs)
 
 
-def _around(ring: Ring, row: jax.Array) -> jax.Array:
+def _wrapped(ring: Ring, row: jax.Array) -> jax.Array:
   return wrapped(row, ring.added.shape[1])
 
 
@@ -226,7 +226,7 @@ def _stack(ring: Ring, stack: int, block: jax.Array, row: jax.Array, env: jax.Ar
     row: [N] i32, from 0 to twice the rows of the ring.
     env: [N] i32, environments within the block.
   """
-  row = _around(ring, row)
+  row = _wrapped(ring, row)
   if stack == 1:
     return indexing.read(ring.frame, block, row, env)
   back = jnp.arange(stack)
@@ -234,11 +234,11 @@ def _stack(ring: Ring, stack: int, block: jax.Array, row: jax.Array, env: jax.Ar
   env = env[..., None]
 
   # The first row with a reset stack, going back; at most stack - 1 rows.
-  older = _around(ring, row[..., None] - back)
+  older = _wrapped(ring, row[..., None] - back)
   filled = indexing.read(ring.is_reset_stack, block, older, env)
   oldest = jnp.argmax(filled.at[..., -1].set(True), axis=-1)[..., None]
   # The oldest frame comes first in a stack.
   age = jnp.minimum(back[::-1], oldest)
   # [N, stack, c, H, W]
-  stacked = indexing.read(ring.frame, block, _around(ring, row[..., None] - age), env)
+  stacked = indexing.read(ring.frame, block, _wrapped(ring, row[..., None] - age), env)
   return stacked.reshape(len(row), -1, *stacked.shape[3:])

@@ -3,8 +3,8 @@
 All observations of an item are stored, so this suits tasks with small observations. Each device
 stores an equal part of the slots, in whole blocks. Any slot takes any item, so a device may store
 items of environments that it has no rows of. Items are evicted by draws of
-priority^eviction_exponent until the capacity is kept; there is room for the items of 1 + spare more
-rounds.
+priority^eviction_exponent until the capacity is kept; there are slots for the items of 1 + spare
+rounds beyond the capacity.
 """
 
 from __future__ import annotations

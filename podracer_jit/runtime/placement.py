@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from podracer_jit.options import Count, defaults, internal, option, shown, uneven
 
-# Arrays of fewer bytes travel together, see `put`.
+# Arrays of fewer bytes may travel together, see `put`.
 _JOIN_BELOW = 2**16
 # Most devices of a process.
 MAX_DEVICES = 1024
@@ -274,7 +274,8 @@ def put_params(params: Any, device: jax.Device) -> Any:
 def put(tree: Any, where: jax.Device | NamedSharding) -> Any:
   """Returns the tree on a device, or on a mesh; copies nothing if it is there.
 
-  A transfer of an array takes as long as a small program, so small arrays travel together.
+  Between CPU devices small arrays of JAX travel together, because a transfer takes as long as a
+  small program. Other devices would run that program only after the one that they run now.
 
   Args:
     tree: arrays of one device, or of NumPy.
@@ -282,9 +283,12 @@ def put(tree: Any, where: jax.Device | NamedSharding) -> Any:
   """
   if _is_on(tree, where):
     return tree
+  device = where if isinstance(where, jax.Device) else where.mesh.devices.flat[0]
   leaves, structure = jax.tree.flatten(tree)
   small = {i: x for i, x in enumerate(leaves)
            if isinstance(x, jax.Array) and x.size * x.dtype.itemsize < _JOIN_BELOW}
+  if not small or device.platform != 'cpu':
+    return jax.device_put(tree, where)
   large = {i: x for i, x in enumerate(leaves) if i not in small}
   joined, moved = jax.device_put((_join(list(small.values())), large), where)
   shapes = tuple((x.shape, x.dtype) for x in small.values())
@@ -346,7 +350,7 @@ def _is_on(tree: Any, where: jax.Device | NamedSharding) -> bool:
     return False
   if isinstance(where, jax.Device):
     return leaf.devices() == {where}
-  return leaf.sharding == where
+  return leaf.sharding.is_equivalent_to(where, leaf.ndim)
 
 
 @jax.jit

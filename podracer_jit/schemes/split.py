@@ -68,8 +68,8 @@ def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Cha
     The workers, and a function that returns their waiting times.
   """
   params = wiring.parameters(plan, actors, start, start.update)
-  # One actor may make all rollouts of a queue.
-  rollouts = start.updates * queues.count(queues[0])
+  # Of each actor. If actors share a queue, one of them may make the rollouts of all.
+  most_rollouts = start.updates * queues.count(queues[0])
   start = start._replace(before=None)  # the channels have it
   first = start.state
   learn = plan.learner.program
@@ -94,7 +94,7 @@ def _wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Cha
     return State(state, update + 1), [*[new_params] * len(params), report]
 
   workers, states = zip(
-      *(wiring.actor(plan, i, actor, tuple(map(Endpoint, ends)), rollouts)
+      *(wiring.actor(plan, i, actor, tuple(map(Endpoint, ends)), most_rollouts)
         for i, (actor, *ends) in enumerate(zip(actors, params, queues, strict=True))), strict=True)
 
   def until(carry: State) -> bool:

@@ -206,7 +206,7 @@ class Evaluator(Sink):
     self._tell_while(lambda: True)
 
   def _tell_while(self, may_tell: Callable[[], bool]) -> None:
-    """Waits for evaluations in order, and tells each, while the next one may be told."""
+    """Tells evaluations in order, waiting for each, as long as `may_tell` returns True."""
     began_s = time.monotonic()
     while self._pending and may_tell() and (result := self._result_of(self._pending[0])):
       del self._pending[0]

@@ -1,7 +1,7 @@
 """Sinks are told the events of a run: files, trackers, the display, a user's own classes.
 
 The writer's thread calls `update`, the main thread `begin` and `replaying`. The other methods are
-called by the thread that learns, or by the main thread before and after it runs. A sink can only
+called by the thread that trains, or by the main thread before and after it runs. A sink can only
 ask for a stop; the run then ends as after a signal.
 """
 

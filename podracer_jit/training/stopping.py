@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import select
 import signal
 import socket
 import threading
@@ -108,8 +109,10 @@ class Stopping:
       if self._was_handled_since(self._clock() - REPEAT_S):
         if self._ended:
           return
+        time.sleep(REPEAT_S)
+        _drain(wakeups)
         if not is_told:
-          self._tell_if_slow()
+          self._tell_if_slow(wakeups)
       elif self._ended:
         return
       elif not self._training:
@@ -118,10 +121,9 @@ class Stopping:
         complain('podracer_jit: interrupted while XLA compiles; what was saved stays')
         os._exit(INTERRUPTED)
       else:
+        _drain(wakeups)
         complain('podracer_jit: stops when XLA has compiled; a second signal ends it at once')
       is_told = True
-      with contextlib.suppress(BlockingIOError):  # what came meanwhile is the same request
-        wakeups.recv(1024, socket.MSG_DONTWAIT)
 
   def _was_handled_since(self, since_s: float) -> bool:
     """Returns whether `handle` was called since then; waits a moment, and while the run saves."""
@@ -132,14 +134,25 @@ class Stopping:
       time.sleep(0.05)
     return True
 
-  def _tell_if_slow(self) -> None:
-    """Tells that the training stops, if it has not after a moment: a learner may still compile."""
+  def _tell_if_slow(self, wakeups: socket.socket) -> None:
+    """Tells that the training stops, if it has not after a moment: a learner may still compile.
+
+    Args:
+      wakeups: see `watch`; a further signal ends the wait.
+    """
     deadline_s = time.monotonic() + PATIENCE_S
     while self._training and not self._ended:
       if time.monotonic() > deadline_s:
         complain('podracer_jit: stops after this update; a second signal ends it at once')
         return
-      time.sleep(0.05)
+      if select.select([wakeups], [], [], 0.05)[0]:
+        return
+
+
+def _drain(wakeups: socket.socket) -> None:
+  """Drops the signals that came meanwhile: they are the same request."""
+  with contextlib.suppress(BlockingIOError):
+    wakeups.recv(1024, socket.MSG_DONTWAIT)
 
 
 def numbers() -> list[signal.Signals]:

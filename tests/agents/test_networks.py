@@ -367,7 +367,7 @@ def test_a_fixup_block_by_hand():
 @pytest.mark.parametrize('torso', ['impala_resnet', 'fixup_resnet'])
 def test_kernel_gradients_of_16_channels_take_more_than_16_rows_at_a_time(torso):
   """The rows of a chunk are the input channels of this convolution; YNNPACK needs more than 16."""
-  near = networks.TORSOS[torso].chunk_rows
+  chunk_rows = networks.TORSOS[torso].chunk_rows
   assert networks.TORSOS[torso].channels[0] == convolution.VECTOR
   for count in range(convolution.VECTOR + 1, 700):
-    assert convolution.rows_at_once(count, (4, 84, 84), near) > convolution.VECTOR
+    assert convolution.rows_at_once(count, (4, 84, 84), chunk_rows) > convolution.VECTOR

@@ -111,14 +111,14 @@ def test_chunks_change_no_result(rows, monkeypatch):
     assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize('count, shape, near, rows', [
+@pytest.mark.parametrize('count, shape, chunk_rows, rows', [
     (168, (4, 84, 84), 16, 12), (640, (4, 84, 84), 16, 16), (100, (12, 84, 84), 16, 20),
     (25, (4, 84, 84), 16, 16),  # chunks of 16 pad seven rows, chunks of 12 eleven
     (24, (4, 84, 84), 16, 24), (5, (4, 84, 84), 16, 5), (70, (4, 60, 60), 16, 12),
     (168, (4, 84, 84), 24, 24), (64, (4, 84, 84), 24, 32), (640, (4, 84, 84), 24, 20),
     (64, (4, 42, 42), 16, 64), (256, (4, 42, 42), 16, 64), (90_000, (7,), 16, 90_000)])
-def test_chunks_fit_the_cache_and_pad_few_rows(count, shape, near, rows):
-  assert convolution.rows_at_once(count, shape, near) == rows
+def test_chunks_fit_the_cache_and_pad_few_rows(count, shape, chunk_rows, rows):
+  assert convolution.rows_at_once(count, shape, chunk_rows) == rows
 
 
 @pytest.mark.quick

@@ -519,13 +519,16 @@ def mesh(devices):
 def test_an_actors_parameters_survive_donation_by_the_learner(learners):
   devices = jax.devices()
   for actor in devices[:3]:  # devices of the learner, and others
-    params = placement.replicate({'w': jnp.arange(1000.0)}, mesh(devices[:learners]))
+    # The larger array travels by itself.
+    params = placement.replicate({'w': jnp.arange(1000.0), 'v': jnp.arange(20_000.0)},
+                                 mesh(devices[:learners]))
     actor_params = placement.put_params(params, actor)
     jax.block_until_ready(jax.jit(lambda p: jax.tree.map(lambda x: x * 0 - 1, p),
                                   donate_argnums=0)(params))
-    assert params['w'].is_deleted()  # it was donated
-    assert actor_params['w'].devices() == {actor}
-    assert_array_equal(actor_params['w'], np.arange(1000.0))
+    for name, size in (('w', 1000.0), ('v', 20_000.0)):
+      assert params[name].is_deleted()  # it was donated
+      assert actor_params[name].devices() == {actor}
+      assert_array_equal(actor_params[name], np.arange(size))
 
 
 def test_a_replica_survives_the_donation_of_another():
@@ -584,6 +587,7 @@ def test_a_tree_arrives_with_all_its_bits(goal):
 def test_a_tree_that_is_there_is_not_copied():
   tree = tree_of_all_kinds()
   assert placement.put(tree, jax.devices()[0]) is tree
+  assert placement.everywhere(tree, mesh(jax.devices()[:1])) is tree
 
 
 def test_a_tree_survives_the_donation_of_what_arrived():
