@@ -143,7 +143,7 @@ def to_json(value: Any) -> Any:
 
 def flat(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
   """Returns nested dicts as one dict with dotted names, such as env.task."""
-  fields = {}
+  fields: dict[str, Any] = {}
   for name, value in tree.items():
     full = prefix + name
     fields |= flat(value, f'{full}.') if isinstance(value, Mapping) else {full: value}

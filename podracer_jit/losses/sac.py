@@ -48,7 +48,8 @@ def draw(key: jax.Array, dist_params: jax.Array) -> tuple[jax.Array, jax.Array]:
   noise = jax.random.normal(key, mean.shape)
   u = mean + jnp.exp(log_std) * noise
   log_normal = -0.5 * jnp.square(noise) - log_std - 0.5 * np.log(2 * np.pi)
-  return jnp.tanh(u), jnp.sum(log_normal - policies.log_tanh_slope(u), axis=-1)
+  log_slope = policies.log_tanh_slope(u)
+  return jnp.tanh(u), jnp.sum(log_normal - log_slope, axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
