@@ -55,19 +55,19 @@ def whole_update(source: FromRollouts | FromReplay, mesh: Mesh) -> Callable:
     mesh: the mesh of the learner.
 
   Returns:
-    update(state, rollout) -> (state, metrics). The state is replicated (its replay is not, see
+    learner(state, rollout) -> (state, metrics). The state is replicated (its replay is not, see
     `state_specs`) and donated, the rollout sharded by environment. Metrics have a leading axis [1]
     of updates.
   """
   specs = state_specs(source)
 
-  def update(state, rollout):
+  def learner(state, rollout):  # profiles and the cache have this name
     state, metrics = jax.shard_map(
         _learn_of(source), mesh=mesh, in_specs=(specs, BY_ENV), out_specs=(specs, EVERYWHERE),
         check_vma=False)(state, rollout)
     return state, _add_update_axis(metrics)
 
-  return jax.jit(update, donate_argnums=0)
+  return jax.jit(learner, donate_argnums=0)
 
 
 def make_fused(for_actors: Callable, rollout: Callable, learn: Callable, most: int,
