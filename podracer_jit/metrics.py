@@ -146,10 +146,11 @@ TERMS = _by_name(
            'one (IMPALA)', '', 'far from 1: the policies differ much, because of lag or large '
            'steps'),
     Metric('loss', 'losses/loss', 'half the squared TD error (DQN, DPG, R2D2, PQN), weighted by '
-           'importance with a replay; of R2D2 in rescaled values', 'reward^2',
+           'importance with a replay; rescaled if the algorithm rescales values', 'reward^2',
            'grows without end: the values diverge'),
-    Metric('abs_td_error', 'losses/abs_td_error', 'mean |TD error| (DQN, DPG, R2D2, PQN); of R2D2 '
-           'in rescaled values', 'reward', 'grows without end: the values diverge'),
+    Metric('abs_td_error', 'losses/abs_td_error', 'mean |TD error| (DQN, DPG, R2D2, PQN); '
+           'rescaled if the algorithm rescales values', 'reward',
+           'grows without end: the values diverge'),
     Metric('q', 'losses/q_values', 'mean action value of the drawn items, or of what '
            'the policy would do there', 'reward',
            'above any return that is possible: values are overestimated'),

@@ -137,7 +137,14 @@ class PPO(Algorithm):
 
   def loss(self, params: Params, state: TrainState, batch: Batch, key: jax.Array
            ) -> tuple[jax.Array, Aux]:
-    """Returns this part's share of the minibatch's mean loss; see `Algorithm.loss`."""
+    """Returns this part's share of the minibatch's mean loss, and sums of its terms.
+
+    Args:
+      params: of the network.
+      state: not read.
+      batch: rows [1, N, ...], or environments [T, N, ...] for a recurrent network, with `targets`.
+      key: not read.
+    """
     del state, key
     rollout = batch.items  # rows [1, N, ...] or environments [T, N, ...]
     mean, std = batch.statistics

@@ -45,7 +45,14 @@ def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Chan
   The centre answers each gradient with the next parameters, so a worker has at most one gradient
   under way. It sends parameters to actors after the last gradient of a rollout.
 
-  See `Graph.wire` for the arguments and the result.
+  Args:
+    plan: the plan of the run.
+    actors: the actors of the segment.
+    start: where the graph begins.
+    reports: channel of the learner's reports.
+
+  Returns:
+    The workers, and a function that returns their waiting times.
   """
   place = plan.place
   steps = plan.learner.gradient_steps

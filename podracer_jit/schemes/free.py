@@ -36,7 +36,14 @@ class State(NamedTuple):
 def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Channel):
   """Wires the graph; the plan's learner must be a learner from a replay.
 
-  See `Graph.wire` for the arguments and the result.
+  Args:
+    plan: the plan of the run.
+    actors: the actors of the segment.
+    start: where the graph begins.
+    reports: channel of the learner's reports.
+
+  Returns:
+    The workers, and a function that returns their waiting times.
   """
   mesh = plan.place.mesh
   learner = plan.learner

@@ -37,7 +37,14 @@ class State(NamedTuple):
 def wire(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Channel):
   """Wires the graph of one worker, whose program makes several updates in a call.
 
-  See `Graph.wire` for the arguments and the result.
+  Args:
+    plan: the plan of the run.
+    actors: the actors of the segment.
+    start: where the graph begins.
+    reports: channel of the learner's reports.
+
+  Returns:
+    The workers, and a function that returns their waiting times.
   """
   (actor,) = actors
   mesh = plan.place.mesh

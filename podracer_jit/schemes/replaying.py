@@ -217,6 +217,17 @@ def _make_replay(vector_envs: Sequence[VectorEnv]) -> Callable:
   The vector environments step at the same time.
   """
   def step(t: Any, token: jax.Array, states: Sequence[Any], actions: Sequence[jax.Array]):
+    """Takes step t of all vector environments.
+
+    Args:
+      t: [] i32, index of the step.
+      token: orders the calls of simulators.
+      states: of each vector environment.
+      actions: [C, B, ...] of each vector environment.
+
+    Returns:
+      The token, the states after the step, and the step of each vector environment.
+    """
     states = list(states)
     for i, (vector_env, rows) in enumerate(zip(vector_envs, actions, strict=True)):
       action = rows[t]
@@ -230,6 +241,14 @@ def _make_replay(vector_envs: Sequence[VectorEnv]) -> Callable:
     return token, tuple(states), steps
 
   def replay(token, states, actions, count):
+    """Takes the first steps of all vector environments; see above.
+
+    Args:
+      token: orders the calls of simulators.
+      states: of each vector environment.
+      actions: [C, B, ...] of each vector environment.
+      count: [] i32, steps to take, at least 1.
+    """
     def turn(t, carry):
       token, states, _ = step(t, *carry, actions)
       return token, states

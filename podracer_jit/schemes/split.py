@@ -27,7 +27,14 @@ class State(NamedTuple):
 def wire_in_order(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Channel):
   """Wires the graph in which an update takes one rollout of each actor, in order.
 
-  See `Graph.wire` for the arguments and the result.
+  Args:
+    plan: the plan of the run.
+    actors: the actors of the segment.
+    start: where the graph begins.
+    reports: channel of the learner's reports.
+
+  Returns:
+    The workers, and a function that returns their waiting times.
   """
   queues = [
       wiring.rollouts_of(i, start.updates, lambda r, first_env=actor.first_env: placement.scatter(
@@ -39,7 +46,14 @@ def wire_in_order(plan: Plan, actors: Sequence[Actor], start: SegmentStart, repo
 def wire_as_they_come(plan: Plan, actors: Sequence[Actor], start: SegmentStart, reports: Channel):
   """Wires the graph in which an update takes rollouts as they arrive, from any actors.
 
-  See `Graph.wire` for the arguments and the result.
+  Args:
+    plan: the plan of the run.
+    actors: the actors of the segment.
+    start: where the graph begins.
+    reports: channel of the learner's reports.
+
+  Returns:
+    The workers, and a function that returns their waiting times.
   """
   # All actors put their rollouts into one queue.
   queues: list[Channel] = [FifoQueue('rollouts', len(actors))] * len(actors)
