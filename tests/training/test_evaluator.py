@@ -403,3 +403,33 @@ def test_evaluations_do_not_depend_on_when_the_run_is_saved(uninterrupted, tmp_p
   assert train_in(tmp_path, config)
   assert curve(tmp_path) == curve(uninterrupted[0])
   assert receipts(tmp_path) == receipts(uninterrupted[0])
+
+
+def test_an_evaluation_is_told_once_it_has_ended_although_later_ones_have_not(
+    tmp_path, monkeypatch):
+  """A run that resumes may make up for several evaluations."""
+  told = []
+  may_end = threading.Event()
+  play = evaluation.play
+
+  def slow(player, *args):
+    if player.update == 4:
+      assert may_end.wait(60)
+    return play(player, *args)
+
+  monkeypatch.setattr(evaluation, 'play', slow)
+  run = prepared(changed(CONFIG, **EVAL))
+  evaluating = evaluator.Evaluator(run, tmp_path, lambda: False, lambda line: None,
+                                   lambda record, line: told.append(record['update']))
+  params = run.learner.algorithm.acting(run.initial_state())
+  for update in (2, 4):
+    evaluating._begin(params, update, 64 * update)  # noqa: SLF001 - as `resume` does
+  deadline_s = time.monotonic() + 60
+  while not told and time.monotonic() < deadline_s:
+    evaluating.before_save()
+    time.sleep(0.05)
+  assert told == [2] and evaluating.has_more
+  may_end.set()
+  evaluating.wait()
+  assert told == [2, 4] and not evaluating.has_more
+  evaluating.close()
