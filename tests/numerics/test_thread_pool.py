@@ -23,9 +23,12 @@ from tests.numerics.test_thread_pool import CASES, inputs
 from podracer_jit.numerics.islands import island
 def digest(function, args):
   return hashlib.sha256(np.asarray(jax.jit(function)(*args)).tobytes()).hexdigest()
-print(json.dumps({{name: [digest(island('x')(function), inputs(*shapes)),
-                        digest(function, inputs(*shapes))]
-                  for name, (function, shapes) in CASES.items()}}))
+def digests(function, shapes, dtype):
+  args = [x.astype(dtype) for x in inputs(*shapes)]
+  return digest(island('x')(function), args), digest(function, args)
+print(json.dumps({{f'{{name}}, {{dtype}}': digests(function, shapes, dtype)
+                  for name, (function, shapes) in CASES.items()
+                  for dtype in ('float32', 'bfloat16')}}))
 """
 
 
@@ -70,11 +73,12 @@ def test_bits_do_not_depend_on_the_number_of_threads():
     done = processes.run([sys.executable, '-P', '-c', PROGRAM.format(threads=threads)])
     assert done.returncode == 0, done.stderr
     digests.append(json.loads(done.stdout))
-  inside, outside = ({name for name in CASES
+  inside, outside = ({name for name in digests[0]
                       if len({of_pool[name][i] for of_pool in digests}) > 1} for i in range(2))
   assert not inside
   # Without islands the number does count.
-  assert {'first operand transposed', 'long rows', 'few channels, large kernel'} <= outside
+  assert {'first operand transposed, float32', 'first operand transposed, bfloat16',
+          'long rows, float32', 'few channels, large kernel, float32'} <= outside
 
 
 @pytest.mark.parametrize('name', CASES)
