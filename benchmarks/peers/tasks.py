@@ -85,7 +85,8 @@ _STABLE_PEERS = ('sb3', 'sbx')
 TASKS: Mapping[str, Mapping[str, Case]] = {
     'pong_impala': {'pong_impala': Case(
         'IMPALA Nature CNN, Pong 128 x 20',
-        ['--config=impala_atari:nature_cnn', '--config.env.task=Pong-v5'], ('cleanba',))},
+        ['--config=impala_atari:nature_cnn', '--config.network.centre=False',
+         '--config.env.task=Pong-v5'], ('cleanba',))},
     'pong_ppo': {'pong_ppo': Case(
         'PPO Nature CNN, Pong 8 x 128, 4 epochs x 4',
         ['--config=ppo_atari_8', '--config.env.task=Pong-v5'],

@@ -178,8 +178,8 @@ class ConvTorso(nn.Module):
 class NatureCNN(ConvTorso):
   """Convolutional torso of Mnih et al. (2015).
 
-  A bright background drives many ReLUs of a small network to zero permanently; how many depends on
-  the seed. The option `centre` prevents this.
+  With a bright background, many ReLUs are 0 for every image, or become so; how many depends on the
+  seed. The option `centre` prevents this.
   """
 
   channels: Sequence[int] = option((32, 64, 64), 'output channels of each convolution', at_least=1,

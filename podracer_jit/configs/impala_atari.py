@@ -14,6 +14,9 @@ def get_config(arg: str = ''):
   args = experiment.arguments(arg, 'smoke', 'nature_cnn')
   network = 'nature_cnn' if 'nature_cnn' in args else 'impala_resnet'  # (16, 32, 32), hidden 256
   config = experiment.config('impala', network, 'rmsprop', scheme='cleanba')
+  if network == 'nature_cnn':
+    # Otherwise most of its first channels soon give 0 for every image of Pong, which is bright.
+    config.network.centre = True
   config.total_steps = 50_000_000  # 200M frames
   config.unroll_length = 20
   config.num_minibatches = 4

@@ -2,6 +2,7 @@
 
 import re
 
+import envpool
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from podracer_jit.agents import networks
 from podracer_jit.agents.policies import categorical
+from podracer_jit.configs import impala_atari
 from podracer_jit.numerics import convolution
 from tests.runs import changed, initial_state, make_network, prepared, run, small
 
@@ -312,6 +314,25 @@ def test_centring_makes_outputs_independent_of_brightness():
     outputs = [jnp.concatenate([x.ravel() for x in of_rows(network, params, obs)])
                for obs in (dark, dark + np.uint8(50))]
     assert np.allclose(*outputs, rtol=1e-4, atol=1e-5) == centre
+
+
+def test_impalas_nature_cnn_has_no_channels_that_give_nothing_on_pong():
+  """Unless images are centred, a bright background makes some of the first ReLUs 0 everywhere."""
+  env = envpool.make_gymnasium('Pong-v5', num_envs=8, seed=1)
+  env.reset()
+  for action in np.random.default_rng(0).integers(0, 6, (60, 8)):
+    obs = env.step(action)[0]
+
+  def inactive_channels(config):
+    params = initial_state(prepared(config)).params['params']['torso']
+    first = networks.NatureCNN(channels=(32,), kernels=(8,), strides=(4,), hidden=0,
+                               centre=config.network.centre)
+    activations = first.apply({'params': {'Conv_0': params['Conv_0']}}, obs)
+    return np.sum(np.max(activations.reshape(-1, 32), axis=0) == 0)
+
+  shipped = changed(impala_atari.get_config('nature_cnn'), env__task='Pong-v5')
+  assert inactive_channels(shipped) == 0
+  assert inactive_channels(changed(shipped, network__centre=False)) >= 6
 
 
 @pytest.mark.parametrize('shape', [(512, 256), (64, 64), (3, 3, 4, 16), (3, 3, 16, 32), (5, 7)])
