@@ -50,6 +50,8 @@ def kernel_gradient(**options):
 
 CASES = {
     'first operand transposed': (lambda x, y: x.T @ y, [(65536, 64), (65536, 64)]),
+    'first axes contracted': (
+        lambda x, y: jnp.einsum('km,kn->mn', x, y), [(65536, 64), (65536, 64)]),
     'result transposed': (lambda x, y: (x.T @ y).T, [(3136, 16), (3136, 512)]),
     'kernel of a dense layer': (
         lambda x, w: jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w), [(2048, 64), (64, 64)]),
